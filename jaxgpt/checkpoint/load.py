@@ -1,0 +1,123 @@
+"""Parameters out of a checkpoint, for evaluation, generation and export: verified, read-only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from jaxgpt import config
+from jaxgpt.checkpoint import commit
+from jaxgpt.checkpoint.fingerprint import named_leaves
+from jaxgpt.checkpoint.record import Damaged, Record
+from jaxgpt.checkpoint.verify import print_line, read_record, read_verified
+from jaxgpt.config import Config
+from jaxgpt.errors import DataError, NothingRestorable
+from jaxgpt.model import params
+from jaxgpt.model.params import Params
+
+TOKENIZER = "tokenizer.model"
+PREFIX = "params."  # of the parameters' leaves in a training state
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_params(
+    path: str | Path,
+    step: int | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    shardings: Callable[[Config], Params] | None = None,
+    log: Callable[[str], None] = print_line,
+) -> tuple[Config, Params]:
+    """Return the configuration and the parameters of a run, in the layout they were saved in.
+
+    `path` is a run folder, its ckpt folder, or the folder of one step. Without a step the newest
+    finite one that passes verification is taken, saying so if it is not the newest; a step that is
+    named never falls back. Parameters are verified as saved, then cast to `dtype` if given.
+    `shardings` maps the configuration to placements; by default all go to the first device.
+    Nothing is moved or deleted. Raises NothingRestorable, StorageError, and ConfigError for a
+    configuration that this version does not know.
+    """
+    root, named = _locate(Path(path))
+    step = named if step is None else step
+    tried: list[str] = []
+    for candidate in reversed(commit.list_steps(root)) if step is None else [step]:
+        directory = root / str(candidate)
+        try:
+            record = read_record(root, candidate)
+            if step is None and not record.finite:
+                raise Damaged(f"{directory}: holds NaN or infinity")
+            cfg, loaded = _load(directory, record, shardings)
+        except Damaged as damage:
+            if step is not None:
+                raise
+            log(f"WARNING: {damage}; trying the checkpoint before it")
+            tried.append(str(damage))
+            continue
+        if dtype is not None:
+            loaded = jax.tree.map(lambda leaf: leaf.astype(dtype), loaded)
+        return cfg, loaded
+    raise NothingRestorable(f"{root}: no checkpoint passes verification: {'; '.join(tried)}")
+
+
+def find_tokenizer(path: str | Path) -> Path:
+    """Return the tokenizer file of a run; `path` is one of those that `load_params` takes.
+
+    Raises DataError if there is none, naming the places.
+    """
+    root, step = _locate(Path(path))
+    step = commit.list_steps(root)[-1] if step is None else step
+    saved = read_record(root, step).config
+    named, store = _text(saved, "tokenizer", "path"), _text(saved, "data", "store")
+    places = [root.parent / TOKENIZER]  # the run's own copy, which moves with it
+    places += [Path(named)] if named else []
+    places += [Path(store) / TOKENIZER] if store else []
+    for place in places:
+        if place.is_file():
+            return place
+    looked = ", ".join(map(str, places))
+    raise DataError(f"{path}: the tokenizer of this run is in none of {looked}; put it there")
+
+
+def _text(saved: dict[str, Any], section: str, key: str) -> str:
+    table = saved.get(section)
+    value = table.get(key) if isinstance(table, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _locate(path: Path) -> tuple[Path, int | None]:
+    """Return the checkpoint folder that `path` means, and the step if it names one."""
+    path = path.absolute()
+    if path.name.isdigit() and (path.parent / (path.name + commit.SUFFIX)).is_file():
+        return path.parent, int(path.name)
+    for root in (path / "ckpt", path):
+        if commit.list_steps(root):
+            return root, None
+    raise NothingRestorable(
+        f"{path}: no checkpoint here; name a run folder, its ckpt folder or the folder of a step"
+    )
+
+
+def _load(
+    directory: Path, record: Record, shardings: Callable[[Config], Params] | None
+) -> tuple[Config, Params]:
+    cfg = config.from_dict(record.config)
+    shapes = params.abstract(params.specs(cfg.model))
+    placements = named_leaves(shardings(cfg)) if shardings else {}
+    saved = {leaf.path.removeprefix(PREFIX): leaf for leaf in record.leaves}
+    wanted = {}
+    for name, shape in named_leaves(shapes).items():
+        leaf = saved.get(name)
+        if leaf is None or leaf.shape != shape.shape or leaf.dtype not in DTYPES:
+            found = f"{leaf.dtype}{list(leaf.shape)}" if leaf else "nothing"
+            raise Damaged(
+                f"{directory}: {PREFIX}{name} is {found}, by the configuration {list(shape.shape)}"
+            )
+        wanted[leaf.path] = jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=placements.get(name)
+        )
+    values = read_verified(directory, record, wanted)
+    return cfg, jax.tree.unflatten(jax.tree.structure(shapes), values.values())

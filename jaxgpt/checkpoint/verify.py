@@ -1,0 +1,196 @@
+"""Checks between a record and what a run wants from it, and the reading of arrays that passed.
+
+Another run's checkpoint is a decision for a person: refused with every difference named, and left
+in place. A checkpoint whose files or values changed is `Damaged`. A file system that cannot be read
+is neither, but a StorageError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxgpt.checkpoint import arrays, commit, fingerprint, processes
+from jaxgpt.checkpoint.record import MAX_INTEGER, Damaged, Record
+from jaxgpt.errors import ConfigError, StorageError
+
+SMALL_FILE = 1 << 20  # bytes; up to these, metadata that no fingerprint covers, always hashed
+SECTIONS = ("run", "tokenizer", "data", "model", "optim", "train")
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The run that wants to resume: its state, digests and configuration, and what may differ."""
+
+    abstract_state: Any  # of jax.ShapeDtypeStruct with shardings
+    identity: dict[str, str]
+    config: dict[str, Any]
+    allow: Collection[str] = ()
+    verify_files: bool = False
+
+
+def print_line(line: str) -> None:
+    """The default `log` of this room: one line on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def storage_reason(error: BaseException) -> str:
+    """Return the cause in one line: `No space left on device (ENOSPC): path` where it is known."""
+    number = error.errno if isinstance(error, OSError) else None
+    path = str(error.filename) if isinstance(error, OSError) and error.filename else ""
+    if found := re.search(r"os_error_code='([0-9]+)'", str(error)):  # as TensorStore reports it
+        number = int(found[1])
+    if number:
+        name = errno.errorcode.get(number, str(number))
+        return f"{os.strerror(number)} ({name})" + (f": {path}" if path else "")
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+@contextlib.contextmanager
+def storage_errors(where: str) -> Iterator[None]:
+    """Turn an OSError of the body into a StorageError that begins with `where`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{where}: {storage_reason(error)}") from error
+
+
+def read_record(root: Path, step: int) -> Record:
+    """Return the record of `step`; raises Damaged, ConfigError or StorageError."""
+    with storage_errors(str(root)):
+        return commit.read_record(root, step)
+
+
+def restore_state(
+    directory: Path, record: Record, wanted: Wanted, log: Callable[[str], None]
+) -> Any:
+    """Return the state of one step, verified, placed as wanted and in the wanted layout.
+
+    Raises ConfigError if it is another run's, Damaged if it is not what was saved, StorageError if
+    it cannot be read.
+    """
+    layout = arrays.layout_of(wanted.abstract_state)
+    convert = "none" not in (layout, record.layout) and layout != record.layout
+    abstract = wanted.abstract_state
+    if convert:
+        abstract = arrays.convert_abstract(abstract, record.layout)
+    leaves = fingerprint.named_leaves(abstract)
+    for name in _check_belongs(directory, record, leaves, wanted):
+        log(f"{directory}: {name} has changed since, as checkpoint.allow_change permits")
+    values = read_verified(directory, record, leaves, verify_files=wanted.verify_files)
+    state = jax.tree.unflatten(jax.tree.structure(abstract), values.values())
+    if convert:
+        log(f"{directory}: parameters converted from the {record.layout} layout to {layout}")
+        placements = jax.tree.map(lambda leaf: leaf.sharding, wanted.abstract_state)
+        state = jax.jit(arrays.convert, static_argnums=1, out_shardings=placements)(state, layout)
+    return state
+
+
+def _check_belongs(
+    directory: Path, record: Record, leaves: dict[str, jax.ShapeDtypeStruct], wanted: Wanted
+) -> list[str]:
+    """Return the digests that differ and may; raises ConfigError with everything that may not."""
+    saved, now = record.identity, wanted.identity
+    different = [name for name in sorted(saved | now) if saved.get(name) != now.get(name)]
+    problems = [
+        f"{directory}: {name} differs: saved with {saved.get(name, 'none')}, "
+        f"now {now.get(name, 'none')}; {_remedy(name, wanted.allow)}"
+        for name in different
+        if name not in wanted.allow
+    ]
+    problems += [f"{directory}: {line}" for line in _leaf_differences(record, leaves)]
+    if problems:
+        keys = _first(list(_config_differences(record.config, wanted.config)))
+        problems += [f"{directory}: configuration: {'; '.join(keys)}"] if keys else []
+        raise ConfigError(*problems)
+    return different
+
+
+def _remedy(name: str, allow: Collection[str]) -> str:
+    if name == "model":
+        return "another model needs another run.dir"
+    names = ", ".join(f'"{allowed}"' for allowed in (*allow, name))
+    return f"to resume all the same set checkpoint.allow_change=[{names}]"
+
+
+def _leaf_differences(record: Record, leaves: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
+    saved = {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in record.leaves}
+    now = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves.items()}
+    different = [
+        f"{name} is saved as {saved[name]}, wanted as {now[name]}"
+        for name in now
+        if saved.get(name, now[name]) != now[name]
+    ]
+    missing = [f"{name} is wanted, but not saved" for name in now if name not in saved]
+    surplus = [f"{name} is saved, but not wanted" for name in saved if name not in now]
+    return _first(different) + _first(missing) + _first(surplus)
+
+
+def _first(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
+
+
+def _config_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    for section in SECTIONS:
+        old, new = saved.get(section), now.get(section)
+        if isinstance(old, dict) and isinstance(new, dict):
+            for key in sorted(old | new):
+                if old.get(key) != new.get(key) and (section, key) != ("run", "dir"):
+                    yield f"{section}.{key} was {old.get(key)!r}, is {new.get(key)!r}"
+
+
+def read_verified(
+    directory: Path,
+    record: Record,
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    *,
+    verify_files: bool = False,
+) -> dict[str, jax.Array]:
+    """Return the named leaves of a step, each proven by its fingerprint to be what was saved.
+
+    The caller has checked `leaves` against the record. Raises Damaged, or StorageError if the files
+    are what was saved and still cannot be read.
+    """
+    values = processes.together(lambda: _read(directory, record, leaves, verify_files))
+    saved = {leaf.path: leaf.fingerprint for leaf in record.leaves}
+    numbers = fingerprint.tree_fingerprints(values)
+    wrong = [name for name, number in numbers.items() if number != saved[name]]
+    if wrong:
+        raise Damaged(
+            f"{directory}: values changed since they were saved: {', '.join(_first(wrong))}"
+        )
+    return values
+
+
+def _read(
+    directory: Path,
+    record: Record,
+    leaves: dict[str, jax.ShapeDtypeStruct],
+    verify_files: bool,
+) -> dict[str, jax.Array]:
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+    stored = sum(file.size for file in record.files)
+    if needed > stored:  # arrays are stored whole and plain: refuse before anything is allocated
+        raise Damaged(f"{directory}: its leaves take {needed} bytes, its files hold {stored}")
+    with storage_errors(str(directory)):
+        limit = MAX_INTEGER if verify_files else SMALL_FILE
+        commit.check_files(directory, record.files, hash_up_to=limit)
+        try:
+            return arrays.read(directory, leaves)
+        except (
+            Exception
+        ) as error:  # damage comes in many types; the hashes say whether it is damage
+            commit.check_files(directory, record.files, hash_up_to=MAX_INTEGER)
+            raise StorageError(
+                f"{directory}: the files are as saved, but reading failed: {storage_reason(error)}"
+            ) from error

@@ -1,0 +1,183 @@
+"""One transformer block: normalisation, attention sub-layer, MLP sub-layer, residual sums.
+
+x is the residual stream [B, T, D]. Matrix products take and give the compute dtype; normalisation,
+activations, biases and rotations are float32 inside. A block knows nothing of the other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxgpt.config import ModelConfig
+from jaxgpt.model.attention import Impl, attend, attend_cached
+from jaxgpt.model.cache import KVCache, read, write
+from jaxgpt.model.params import LayerParams
+from jaxgpt.model.positions import rotate
+
+Array = jax.Array
+# Where dropout acts: on the embeddings, then at three sites of each layer.
+EMBED_SITE, ATTENTION_SITE, ATTENTION_OUT_SITE, MLP_OUT_SITE, SITES_PER_LAYER = 0, 1, 2, 3, 3
+
+ACTIVATIONS = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "swiglu": jax.nn.silu,  # of the gate
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),  # of the gate; tanh form, as Gemma's
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all blocks of one forward pass share."""
+
+    dtype: DTypeLike
+    impl: Impl | None  # of attention; None: the fastest here
+    fused: bool  # one matrix product for queries, keys and values
+    constrain: Callable[[Array, tuple[str | None, ...]], Array]
+    phases: tuple[Array, Array] | None  # RoPE cos and sin, float32 [..., T, 1, H/2]
+    segment_ids: Array | None  # [B, T]
+    positions: Array | None  # [B, T]; set only with a cache
+    dropout_keys: Array | None  # [sites, B]
+
+
+def block(
+    cfg: ModelConfig,
+    p: LayerParams,
+    x: Array,
+    layer: int | Array,
+    cache: KVCache | None,
+    call: Call,
+) -> tuple[Array, KVCache | None]:
+    """Return the residual stream after the block numbered `layer` (from 0), and the cache.
+
+    `pre`: x + f(norm x). `post`: norm(x + f(x)), the original transformer. `sandwich`:
+    x + norm(f(norm x)). Dropout acts just before the sum.
+    """
+    post = cfg.norm_placement == "post"
+    attn_norm, mlp_norm = (p.attn_norm, p.attn_norm_bias), (p.mlp_norm, p.mlp_norm_bias)
+    with jax.named_scope("attention"):
+        h = x if post else norm(cfg, x, *attn_norm, call.dtype)
+        h, cache = _attention(cfg, p, h, layer, cache, call)
+        if p.attn_post_norm is not None:
+            h = norm(cfg, h, p.attn_post_norm, p.attn_post_norm_bias, call.dtype)
+        x = x + drop(cfg, h, keys_at(call, layer, ATTENTION_OUT_SITE)).astype(x.dtype)
+        x = norm(cfg, x, *attn_norm, x.dtype) if post else x
+    with jax.named_scope("mlp"):
+        h = x if post else norm(cfg, x, *mlp_norm, call.dtype)
+        h = _mlp(cfg, p, h, call)
+        if p.mlp_post_norm is not None:
+            h = norm(cfg, h, p.mlp_post_norm, p.mlp_post_norm_bias, call.dtype)
+        x = x + drop(cfg, h, keys_at(call, layer, MLP_OUT_SITE)).astype(x.dtype)
+        x = norm(cfg, x, *mlp_norm, x.dtype) if post else x
+    return call.constrain(x, ("batch", "seq", None)), cache
+
+
+def norm(cfg: ModelConfig, x: Array, scale: Array, bias: Array | None, dtype: DTypeLike) -> Array:
+    """Return LayerNorm or RMSNorm of the last axis, computed in float32, in `dtype`."""
+    return _normalise(x, scale, bias, cfg.norm == "layernorm", cfg.norm_eps, dtype)
+
+
+def _normalise(
+    x: Array, scale: Array, bias: Array | None, centred: bool, eps: float, dtype: DTypeLike
+) -> Array:
+    x = x.astype(jnp.float32)
+    if centred:
+        x = x - x.mean(-1, keepdims=True)
+    x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale
+    return (x if bias is None else x + bias).astype(dtype)
+
+
+def _attention(
+    cfg: ModelConfig,
+    p: LayerParams,
+    h: Array,
+    layer: int | Array,
+    cache: KVCache | None,
+    call: Call,
+) -> tuple[Array, KVCache | None]:
+    q, k, v = _project(p, h.astype(call.dtype), call)
+    if p.q_norm is not None:
+        q = _normalise(q, p.q_norm, None, False, cfg.norm_eps, call.dtype)
+        k = _normalise(k, p.k_norm, None, False, cfg.norm_eps, call.dtype)
+    if call.phases is not None:
+        q, k = rotate(q, call.phases), rotate(k, call.phases)
+    limits = {"window": cfg.sliding_window, "softcap": cfg.attn_softcap}
+    if cache is not None:
+        cache = write(cache, layer, call.positions, k, v)
+        k, v = read(cache, layer, call.dtype)
+        out = attend_cached(q, k, v, call.positions, **limits)
+    else:
+        keys = keys_at(call, layer, ATTENTION_SITE)
+        out = attend(
+            q, k, v, segment_ids=call.segment_ids, impl=call.impl, dropout_keys=keys,
+            dropout=0.0 if keys is None else cfg.dropout, **limits,
+        )  # fmt: skip
+    B, T, N, H = out.shape
+    return linear(out.reshape(B, T, N * H), p.wo.reshape(N * H, -1), p.bo, call.dtype), cache
+
+
+def _project(p: LayerParams, h: Array, call: Call) -> list[Array]:
+    """Return q [B, T, N, H], k and v [B, T, K, H]."""
+    (D, N, H), K = p.wq.shape, p.wk.shape[1]
+    flat = [w.reshape(D, -1) for w in (p.wq, p.wk, p.wv)]  # [D, N H], [D, K H], [D, K H]
+    if call.fused:
+        # One product for three, and one input gradient for three and their sum. Only on CPU: on
+        # a mesh it would join axes that are split over devices.
+        fused = linear(h, jnp.concatenate(flat, axis=1), None, call.dtype)
+        parts = jnp.split(fused, (N * H, (N + K) * H), axis=-1)
+    else:
+        parts = [linear(h, w, None, call.dtype) for w in flat]
+    biases, axes = (p.bq, p.bk, p.bv), ("heads", "kv_heads", "kv_heads")
+    return [
+        call.constrain(
+            add_bias(part.reshape(*h.shape[:2], -1, H), bias), ("batch", "seq", axis, "head_dim")
+        )
+        for part, bias, axis in zip(parts, biases, axes, strict=True)
+    ]
+
+
+def _mlp(cfg: ModelConfig, p: LayerParams, h: Array, call: Call) -> Array:
+    h = h.astype(call.dtype)
+    up = linear(h, p.w_up, p.b_up, call.dtype).astype(jnp.float32)
+    activate = ACTIVATIONS[cfg.mlp]
+    if p.w_gate is None:
+        hidden = activate(up)
+    else:
+        hidden = activate(linear(h, p.w_gate, p.b_gate, call.dtype).astype(jnp.float32)) * up
+    hidden = call.constrain(hidden.astype(call.dtype), ("batch", "seq", "mlp"))
+    return linear(hidden, p.w_down, p.b_down, call.dtype)
+
+
+def linear(x: Array, w: Array, bias: Array | None, dtype: DTypeLike) -> Array:
+    """Return x [..., I] @ w [I, O] + bias in `dtype`, to which w is cast here."""
+    return add_bias(x @ w.astype(dtype), bias)
+
+
+def add_bias(x: Array, bias: Array | None) -> Array:
+    """Return x + bias in x's dtype; summed in float32, and so is the bias gradient."""
+    return x if bias is None else (x.astype(jnp.float32) + bias).astype(x.dtype)
+
+
+def keys_at(call: Call, layer: int | Array, site: int) -> Array | None:
+    """Return the row keys [B] of a dropout site of a layer, or None if dropout is off."""
+    keys = call.dropout_keys
+    return None if keys is None else keys[layer * SITES_PER_LAYER + site]
+
+
+def drop(cfg: ModelConfig, x: Array, keys: Array | None) -> Array:
+    """Zero a share `cfg.dropout` of x [B, ...] and scale up the rest; keys None: return x.
+
+    A row's mask depends on its key, of [B], alone: never on the rest of the batch.
+    """
+    if keys is None:
+        return x
+    share = 1 - cfg.dropout
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, share, x.shape[1:]))(keys)
+    return jnp.where(keep, x.astype(jnp.float32) / share, 0.0).astype(x.dtype)

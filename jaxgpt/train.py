@@ -1,0 +1,386 @@
+"""The run, read from top to bottom: open, restore, step, log, evaluate, save, stop.
+
+At any moment a run is its `TrainState` on the devices and two exact integers on the host: the step,
+and the position, which counts the samples consumed. Everything else, the order of the data and all
+randomness included, is a function of these and the configuration. So an interrupted run goes on as
+if nothing had happened, and nothing that only watches (logging, evaluation, saving) changes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxgpt import config, runtime
+from jaxgpt.checkpoint.faults import fault
+from jaxgpt.checkpoint.store import Checkpointer, print_line
+from jaxgpt.config import Config
+from jaxgpt.data import pipeline, store
+from jaxgpt.data.pipeline import Data
+from jaxgpt.data.store import Store, write_atomic
+from jaxgpt.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    NothingRestorable,
+    NumericsError,
+    StorageError,
+)
+from jaxgpt.evaluation.perplexity import (
+    EvalResult,
+    compressor_baselines,
+    evaluate_sets,
+    store_bytes,
+    store_tokenizer,
+)
+from jaxgpt.model import gpt
+from jaxgpt.model import params as parameters
+from jaxgpt.parallel import mesh as meshes
+from jaxgpt.parallel import sharding
+from jaxgpt.training import metrics, optimizer, step
+from jaxgpt.training import state as states
+from jaxgpt.training.probe import Probe, probe_gradients
+from jaxgpt.validation import num_steps
+
+# What a run leaves in its folder besides the data store, which may lie there too.
+RUN_FILES = (
+    "ckpt",
+    "metrics.jsonl",
+    "tensorboard",
+    "config.toml",
+    "tokenizer.model",
+    "samples.jsonl",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; the baselines are bits per byte of general-purpose compressors by set."""
+
+    run_dir: str
+    step: int
+    position: int
+    results: dict[str, EvalResult]
+    baselines: dict[str, dict[str, float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        results = {
+            name: result.to_dict() | {"baselines": self.baselines.get(name, {})}
+            for name, result in self.results.items()
+        }
+        return {**vars(self), "results": results}
+
+
+def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
+    """Train the run of `cfg` to its last step, from its newest checkpoint if it has one.
+
+    Raises Interrupted after a signal, when the state is durable; ConfigError, DataError and
+    NothingRestorable before the first step; StorageError when saving keeps failing; NumericsError
+    after `train.max_nonfinite` skipped steps in a row, or if the compiler gets gradients wrong.
+    """
+    run_dir = Path(cfg.run.dir)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(runtime.Stop())
+        dog = stack.enter_context(runtime.Watchdog())
+
+        # Open: data and devices decide what the configuration leaves open, or refuse it.
+        data = pipeline.open_data(cfg.data, seq_len=cfg.model.seq_len, seed=cfg.run.seed)
+        for source in data.stores:
+            stack.callback(source.close)
+        cfg = complete(cfg, data)
+        total = num_steps(cfg)
+        eval_sets = eval_stores(cfg)
+        for source in eval_sets.values():
+            stack.callback(source.close)
+        check_tokenizers(data, eval_sets)
+        for line in runtime.start_jax(cfg).lines:
+            say(line)
+        mesh = meshes.make_mesh(cfg.mesh)
+        meshes.check_batch(mesh, cfg.train.global_batch, cfg.train.micro_rows)
+        model = parameters.specs(cfg.model)
+        tx = optimizer.build(cfg.optim, total, parameters.abstract(model, cfg.train.param_dtype))
+        placed = states.state_shardings(mesh, cfg, tx)
+        claim_folder(run_dir, cfg, say)
+
+        # Restore: the newest verified checkpoint, or the initial state in a folder without a run.
+        ckpt = Checkpointer(
+            run_dir / "ckpt",
+            keep=cfg.checkpoint.keep,
+            keep_every=cfg.checkpoint.keep_every,
+            identity=identity(cfg, data),
+            config_dict=config.to_dict(cfg),
+            log=lambda line: (log.note if log else say)(line),
+        )
+        log: metrics.RunLog | None = None
+        stack.callback(ckpt.close)
+        with dog.phase("compile"):
+            restored = ckpt.restore_latest(
+                states.abstract_state(cfg, tx, placed), allow=cfg.checkpoint.allow_change
+            )
+            if restored is None and (run_dir / "metrics.jsonl").exists():
+                raise NothingRestorable(
+                    f"{run_dir}: holds metrics of a run but no checkpoint; put ckpt/ back, set "
+                    "run.overwrite=true, or use another run.dir"
+                )
+            state = restored.state if restored else states.create(cfg, tx, mesh)
+        first = done = restored.record.step if restored else 0
+        position = restored.record.position if restored else 0
+        write_run_files(run_dir, cfg, data)
+        if restored:
+            say(f"{run_dir}: resuming at step {done} of {total}")
+        if done >= total:
+            say(
+                f"{run_dir}: complete at step {done}; raise train.num_steps to go on, set "
+                "run.overwrite=true to start again, or use another run.dir"
+            )
+
+        # Compile, after proving that the compiler settings keep the gradients of this model right.
+        with dog.phase("compile"):
+            if done < total:
+                say(describe_probe(probe_gradients(cfg)))
+            train_step = step.make_train_step(cfg, tx, mesh, placed)
+        flops = gpt.flops_per_token(cfg.model, True), gpt.flops_per_token(cfg.model, False)
+        peak = metrics.measure_matmul_peak(cfg.train.compute_dtype, mesh.devices.ravel().tolist())
+        say(metrics.describe(cfg, parameters.count(model), flops, peak))
+        log = metrics.RunLog(
+            run_dir if jax.process_index() == 0 else None,
+            cfg,
+            total,
+            flops,
+            peak,
+            first,
+            state=restored.record.meta if restored else None,
+        )
+        stack.callback(log.close)
+
+        def save() -> None:
+            ckpt.save(done, state, position=position, meta=log.state())
+
+        def evaluate(max_rows: int) -> dict[str, EvalResult]:
+            with dog.phase("eval"), log.paused():
+                results = evaluate_sets(cfg, state.params, eval_sets, max_rows=max_rows)
+            for name, result in results.items():
+                log.record_eval(done, name, result)
+            return results
+
+        # Step: data, update, and then whatever is due.
+        saver = Saver(ckpt, cfg.checkpoint.every, done if restored else -1, save)
+        batches = pipeline.batches(
+            data,
+            position=position,
+            global_batch=cfg.train.global_batch,
+            accum_steps=cfg.train.accum_steps,
+            rows=sharding.rows_of_process(mesh, cfg.train.micro_rows),
+            num_batches=max(0, total - done),
+            prefetch=cfg.data.prefetch,
+        )
+        with batches:
+            while done < total and not stop.reason:
+                began = time.monotonic()
+                with dog.phase("data"):
+                    batch = next(batches)
+                waited = time.monotonic() - began
+                with dog.phase("compile" if done == first else "step"):
+                    state, scalars = train_step(state, sharding.to_global(mesh, batch))
+                    done, position = done + 1, position + cfg.train.global_batch
+                    log.push(done, scalars, position=position, data_wait=waited)
+                check_numerics(cfg, log.last)
+                fault("step")
+                if cfg.eval.every and done % cfg.eval.every == 0 and done < total:
+                    evaluate(cfg.eval.max_rows)
+                saver.poll()
+                if saver.due(done) or stop.save_now:
+                    stop.save_now = False
+                    with dog.phase("save"), log.paused():
+                        saver.save(done)
+
+        # Stop: the last step is durable before anything is said about it.
+        log.flush()
+        check_numerics(cfg, log.last)
+        with dog.phase("save"):
+            saver.finish(done)
+        if stop.reason and done < total:
+            raise Interrupted(
+                f"{stop.reason}: step {done} of {total} is saved in {run_dir}; "
+                "the same command goes on from there"
+            )
+        results = evaluate(0)
+        baselines = {name: compressors(source) for name, source in eval_sets.items()}
+        return Outcome(str(run_dir), done, position, results, baselines)
+
+
+def complete(cfg: Config, data: Data) -> Config:
+    """Return `cfg` with what the data decides; raises ConfigError for what it rules out."""
+    if num_steps(cfg) == 0:
+        raise ConfigError("train.num_steps and train.num_tokens are both 0: say how long to train")
+    if cfg.model.vocab_size == 0:
+        origin = f"tokenizer of {', '.join(data.mixture.names)}"
+        return config.with_values(cfg, origin, model={"vocab_size": data.vocab_size})
+    if cfg.model.vocab_size < data.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {cfg.model.vocab_size}: the tokenizer of the data has "
+            f"{data.vocab_size} ids; use at least that, or 0 to take it from there"
+        )
+    return cfg
+
+
+def eval_stores(cfg: Config, search: Path | None = None) -> dict[str, Store]:
+    """Open the sets to evaluate on: eval.store, by default the held-out part of each data store.
+
+    `search` is a run folder in which a store is looked for too, in case the run was moved. A
+    default store without held-out documents is left out.
+    """
+    named = cfg.eval.store
+    if isinstance(named, str):
+        named = {"valid": named} if named else {}
+    default = not named
+    if default:
+        names = [cfg.data.store] if isinstance(cfg.data.store, str) else list(cfg.data.store)
+        named = {"valid" if len(names) == 1 else Path(name).name: name for name in names}
+    opened = {}
+    for name, path in named.items():
+        here = search / Path(path).name if search else None
+        path = here if here and here.is_dir() and not Path(path).is_dir() else path
+        if default and not (Path(path) / "valid").is_dir() and Path(path).is_dir():
+            continue
+        opened[name] = store.open_store(path, "valid")
+    return {name: s for name, s in opened.items() if s.num_docs or not default}
+
+
+def check_tokenizers(data: Data, eval_sets: dict[str, Store]) -> None:
+    """Raise DataError for a set whose ids are not those that the model is trained on."""
+    for name, source in eval_sets.items():
+        if source.tokenizer_digest != data.tokenizer_digest:
+            raise DataError(
+                f"eval.store {name} ({source.directory}): made with tokenizer "
+                f"{source.tokenizer_digest[:12]}, the training data with "
+                f"{data.tokenizer_digest[:12]}; prepare it with the same tokenizer"
+            )
+
+
+def claim_folder(run_dir: Path, cfg: Config, say: Callable[[str], None]) -> None:
+    """Make the run folder; with run.overwrite, set an earlier run in it aside."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        old = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+        if cfg.run.overwrite and old and jax.process_index() == 0:
+            number = 1
+            while (aside := run_dir / f"previous-{number}").exists():
+                number += 1
+            aside.mkdir()
+            for path in old:
+                path.rename(aside / path.name)
+            say(f"{run_dir}: the earlier run was moved to {aside}")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir = {run_dir}: {error.strerror} ({error.filename}); choose a folder that can "
+            "be written"
+        ) from None
+
+
+def write_run_files(run_dir: Path, cfg: Config, data: Data) -> None:
+    """Write what makes the folder self-contained: configuration with origins, tokenizer."""
+    if jax.process_index() != 0:
+        return
+    try:
+        write_atomic(run_dir / "config.toml", config.to_toml(cfg).encode())
+        tokenizer_file = Path(data.stores[0].tokenizer_path)
+        write_atomic(run_dir / "tokenizer.model", tokenizer_file.read_bytes())
+    except OSError as error:
+        raise StorageError(f"{run_dir}: {error.strerror} ({error.filename})") from None
+
+
+def identity(cfg: Config, data: Data) -> dict[str, str]:
+    """Return what must be the same when a run is resumed, by name; see checkpoint.allow_change.
+
+    The layout of layers, recomputation, and all about hosts, devices, mesh and batch may change.
+    """
+    free = {"stacked", "remat", "dropout"}
+    tree = config.to_dict(cfg)
+    model = {key: value for key, value in tree["model"].items() if key not in free}
+    return {
+        "model": json.dumps(model, sort_keys=True),
+        "tokenizer": data.tokenizer_digest,
+        "data": data.digest,
+        "seed": str(cfg.run.seed),
+        "optim": json.dumps(tree["optim"], sort_keys=True),
+    }
+
+
+def check_numerics(cfg: Config, fetched: dict[str, float]) -> None:
+    """Raise NumericsError when too many steps in a row had a non-finite loss or gradient."""
+    in_row = int(fetched.get("skipped_in_row", 0))
+    if in_row >= cfg.train.max_nonfinite:
+        raise NumericsError(
+            f"loss or gradient was not finite for {in_row} steps in a row (train.max_nonfinite), "
+            "which changed nothing; lower optim.lr, or look at the data from the last checkpoint on"
+        )
+
+
+def describe_probe(probe: Probe) -> str:
+    """Return what the gradient check found, in one line."""
+    options = ", ".join(probe.options) or "no compiler options"
+    return (
+        f"gradients checked in {probe.compute_dtype} ({options}): worst leaf {probe.leaf} off by "
+        f"{probe.leaf_error:.1%}, at most {probe.tolerance:.1%} is rounding"
+    )
+
+
+def compressors(source: Store) -> dict[str, float]:
+    """Return what gzip and xz reach, in bits per byte, on the documents of a store."""
+    return compressor_baselines(store_bytes(source, store_tokenizer(source)))
+
+
+@dataclass
+class Saver:
+    """Decides when to save, and what a failure means: one more try at the next step."""
+
+    ckpt: Checkpointer
+    every: int
+    last: int  # newest step handed to the checkpointer, -1: none
+    start_save: Callable[[], None]
+    failures: int = 0  # since the last save that became durable
+    retry: int | None = None  # the step of the second try
+
+    def due(self, done: int) -> bool:
+        second_try = self.failures > 0 and self.retry is None
+        return second_try or (self.every > 0 and done % self.every == 0)
+
+    def poll(self) -> None:
+        """Learn how the saves in the background went; a second failure in a row is raised."""
+        self._tolerate_one(self.ckpt.poll)
+        if self.retry is not None and self._durable() >= self.retry:
+            self.failures, self.retry = 0, None
+
+    def save(self, done: int) -> None:
+        """Begin to save the state after `done` steps, unless that was done."""
+        if done > self.last or self.failures:
+            self.retry = done if self.failures else None
+            self._tolerate_one(self.start_save)
+            self.last = done
+
+    def finish(self, done: int) -> None:
+        """Return when the last step is durable; a failure is tried once more, then raised."""
+        self._tolerate_one(self.ckpt.wait)
+        if self._durable() < done:
+            self.start_save()
+            self.ckpt.wait()
+
+    def _durable(self) -> int:
+        return -1 if self.ckpt.durable_step is None else self.ckpt.durable_step
+
+    def _tolerate_one(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except StorageError as error:
+            self.failures += 1
+            if self.failures > 1:
+                raise
+            print_line(f"jaxgpt: {error}; trying again after the next step")

@@ -1,0 +1,281 @@
+"""Next-token cross-entropy as (sum, weight) pairs, without ever holding all the logits.
+
+The hidden states [B, T, D] are cut along T into chunks. While the loss of a chunk is computed, its
+logits [tokens, V] also give the gradients of its hidden states and of the head, which the backward
+pass only scales: no logits are stored and none are computed twice. Products take and give `dtype`;
+softmax, sums and the accumulated head gradient are float32. Masks select, they never multiply.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxgpt.parallel.mesh import batch_shards, platform
+from jaxgpt.parallel.sharding import constrain
+
+Array = jax.Array
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens of a batch, float32 scalars; divide by `weight` last of all."""
+
+    total: Array  # what is minimised: nll + z_loss * log(partition)^2, weighted
+    nll: Array  # cross-entropy alone, nats, weighted; no gradient flows through it
+    weight: Array
+
+
+class _Options(NamedTuple):
+    """What is static in the compiled loss."""
+
+    z_loss: float
+    softcap: float
+    dtype: Any
+    chunk: int  # positions (of T) per chunk
+    mesh: Mesh | None
+
+
+def next_token(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    dtype: DTypeLike = jnp.float32,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Array, Array]:
+    """Return (loss sum, weight), float32 scalars: `total` and `weight` of `next_token_sums`."""
+    options = {"z_loss": z_loss, "softcap": softcap, "dtype": dtype, "chunk": chunk, "mesh": mesh}
+    sums = next_token_sums(hidden, head, targets, weights, **options)
+    return sums.total, sums.weight
+
+
+def next_token_sums(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    dtype: DTypeLike = jnp.float32,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+) -> LossSums:
+    """Return the weighted sums of -log softmax(logits)[target], nats, and of the weights.
+
+    hidden [B, T, D] and head [V, D] of any float dtype are cast to `dtype`, logits are
+    c tanh(logits / c) for a `softcap` c > 0, and z_loss * logsumexp(logits)^2 is added per token
+    (PaLM, section 5). targets [B, T] int32, weights [B, T] float32. Where a weight is 0 neither
+    target nor hidden state has any effect, whatever they are; a target outside [0, V) with a
+    weight makes the loss NaN, for JAX would wrap it silently. Gradients flow to hidden and head
+    only. `chunk`: tokens per chunk on each device; None: `chunk_tokens`; 0: all at once, by
+    ordinary differentiation. With a mesh the rows are split by its rules.
+    """
+    z_loss, softcap = float(z_loss), float(softcap)
+    weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
+    used = weights != 0
+    hidden = jnp.where(used[..., None], hidden, 0)
+    targets = jnp.where(used, targets, 0)
+    B, T, _ = hidden.shape
+    with jax.named_scope("loss"):
+        if chunk == 0:
+            opt = _Options(z_loss, softcap, jnp.dtype(dtype), T, None)
+            total, nll = _sums(_logits(hidden, head, opt)[0], targets, weights, opt)
+        else:
+            shards = batch_shards(mesh)
+            tokens = chunk or chunk_tokens(head.shape[0], platform(mesh))
+            most = max(1, tokens * shards // B)  # positions of all rows that make up a chunk
+            positions = -(-T // -(-T // most))  # equal chunks, as many as needed
+            whole = mesh is None or B % shards  # rows that do not divide are not split
+            opt = _Options(
+                z_loss, softcap, jnp.dtype(dtype), positions, None if whole else mesh
+            )
+            total, nll = _chunked(hidden, head, targets, weights, opt)
+        return LossSums(total, jax.lax.stop_gradient(nll), weights.sum())
+
+
+def token_losses(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    softcap: float = 0.0,
+    dtype: DTypeLike = jnp.float32,
+    chunk: int | None = None,
+) -> Array:
+    """Return the cross-entropy of each token, [B, T] float32 nats; 0 where the weight is 0.
+
+    Arguments as `next_token_sums`; a weight only selects here, it does not scale.
+    """
+    used = weights != 0
+    hidden = jnp.where(used[..., None], hidden, 0)
+    targets = jnp.where(used, targets, 0)
+    B, T, _ = hidden.shape
+    tokens = chunk or chunk_tokens(head.shape[0], platform(None))
+    opt = _Options(0.0, float(softcap), jnp.dtype(dtype), min(T, max(1, tokens // B)), None)
+    head = head.astype(opt.dtype)
+
+    def body(carry: None, part: tuple[Array, ...]) -> tuple[None, Array]:
+        logits, _ = _logits(part[0], head, opt)
+        return carry, _token_terms(logits, part[1])[0]
+
+    _, losses = _scan(body, None, (hidden, targets), opt.chunk)
+    return jnp.where(used, losses, 0.0)
+
+
+def chunk_tokens(vocab_size: int, platform: str) -> int:
+    """Return the tokens per chunk on each device.
+
+    On CPU 32 MiB of float32 logits, about the last-level cache, but at least 256 tokens: each chunk
+    also adds [V, D] to the head gradient, which costs as much as the products of 120 tokens. On
+    accelerators 1 GiB and at least 4096, where larger products are no faster.
+    """
+    mebibytes, least = (32, 256) if platform == "cpu" else (1024, 4096)
+    return max(least, mebibytes * 2**20 // (4 * vocab_size))
+
+
+def _logits(hidden: Array, head: Array, opt: _Options) -> tuple[Array, Array]:
+    """Return float32 logits [..., V], and before the cap (the same array if there is none)."""
+    raw = jnp.einsum("...d,vd->...v", hidden.astype(opt.dtype), head.astype(opt.dtype))
+    raw = raw.astype(jnp.float32)
+    return (opt.softcap * jnp.tanh(raw / opt.softcap) if opt.softcap else raw), raw
+
+
+def _logsumexp(logits: Array) -> Array:
+    """Return log sum exp over the last axis, which is kept with size 1."""
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    return top + jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True))
+
+
+def _token_terms(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """Return -log softmax(logits)[target] and log sum exp(logits), [...] of logits [..., V]."""
+    lse = _logsumexp(logits)[..., 0]
+    label = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+    inside = (targets >= 0) & (targets < logits.shape[-1])
+    return jnp.where(inside, lse - label, jnp.nan), lse
+
+
+def _sums(
+    logits: Array, targets: Array, weights: Array, opt: _Options
+) -> tuple[Array, Array]:
+    """Return the weighted sums (total, nll) of logits [..., V]."""
+    nll, lse = _token_terms(logits, targets)
+    nll = jnp.where(weights != 0, weights * nll, 0.0)
+    z = jnp.where(weights != 0, weights * jnp.square(lse), 0.0)
+    return nll.sum() + (opt.z_loss * z.sum() if opt.z_loss else 0.0), nll.sum()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(
+    hidden: Array, head: Array, targets: Array, weights: Array, opt: _Options
+) -> tuple[Array, Array]:
+    """Return (total, nll) by chunks; this body runs where no gradient is asked for."""
+    hidden, head, targets, weights = _prepare(hidden, head, targets, weights, opt)
+
+    def body(sums: tuple, part: tuple[Array, ...]) -> tuple[tuple, None]:
+        logits, _ = _logits(part[0], head, opt)
+        return _add(sums, _sums(logits, part[1], part[2], opt)), None
+
+    sums, _ = _scan(body, (jnp.float32(0), jnp.float32(0)), (hidden, targets, weights), opt.chunk)
+    return sums
+
+
+def _chunked_forward(
+    hidden: Array, head: Array, targets: Array, weights: Array, opt: _Options
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return (total, nll) and, as residuals, the gradients of total: hidden's and the head's."""
+    like = hidden
+    hidden, cast, targets, weights = _prepare(hidden, head, targets, weights, opt)
+    S, V = hidden.shape[0], head.shape[0]
+
+    def body(carry: tuple, part: tuple[Array, ...]) -> tuple[tuple, Array]:
+        (sums, head_grad), (h, t, w) = carry, part
+        logits, raw = _logits(h, cast, opt)
+        sums = _add(sums, _sums(logits, t, w, opt))
+        lse = _logsumexp(logits)
+        one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == t[..., None]
+        scale = 1.0 + 2.0 * opt.z_loss * lse if opt.z_loss else 1.0
+        grad = w[..., None] * (jnp.exp(logits - lse) * scale - one_hot)
+        if opt.softcap:
+            grad = grad * (1.0 - jnp.square(jnp.tanh(raw / opt.softcap)))
+        grad = grad.astype(opt.dtype)  # [S, b, t, V]
+        h_grad = jnp.einsum("sbtv,vd->sbtd", grad, cast)
+        # A partial sum per shard of the rows: devices meet once, after the last chunk.
+        head_grad = head_grad + jnp.einsum("sbtv,sbtd->svd", grad, h).astype(jnp.float32)
+        return (sums, _place(head_grad, (_SHARD, "vocab", None), opt)), h_grad
+
+    start = _place(jnp.zeros((S, V, head.shape[1]), jnp.float32), (_SHARD, "vocab", None), opt)
+    carry = ((jnp.float32(0), jnp.float32(0)), start)
+    (sums, head_grad), h_grad = _scan(body, carry, (hidden, targets, weights), opt.chunk)
+    return sums, (h_grad.reshape(like.shape).astype(like.dtype), head_grad.sum(0).astype(head.dtype))
+
+
+def _chunked_backward(
+    opt: _Options, gradients: tuple[Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    scale = cotangents[0]  # that of nll is cut by the caller
+    hidden, head = ((scale * g).astype(g.dtype) for g in gradients)
+    return hidden, head, None, None
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
+_SHARD = "batch"
+
+
+def _prepare(
+    hidden: Array, head: Array, targets: Array, weights: Array, opt: _Options
+) -> tuple[Array, Array, Array, Array]:
+    """Cast once, gather the head over fsdp once, and show the shards of the rows as an axis S."""
+    S = batch_shards(opt.mesh)
+
+    def split(x: Array) -> Array:
+        x = x.reshape(S, x.shape[0] // S, *x.shape[1:])  # [S, b, T, ...]
+        return _place(x, (_SHARD, *(None,) * (x.ndim - 1)), opt)
+
+    head = _place(head.astype(opt.dtype), ("vocab", None), opt)
+    return split(hidden.astype(opt.dtype)), head, split(targets), split(weights)
+
+
+def _place(x: Array, axes: tuple[str | None, ...], opt: _Options) -> Array:
+    return constrain(x, axes, mesh=opt.mesh)
+
+
+def _add(sums: tuple[Array, ...], more: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(a + b for a, b in zip(sums, more, strict=True))
+
+
+def _scan(body: Any, carry: Any, arrays: tuple[Array, ...], chunk: int) -> tuple[Any, Any]:
+    """Scan `body` over chunks of the T axis of arrays [..., T] and [..., T, D], and join its output.
+
+    The axis T is the first one at which `arrays[1]` (targets) ends. A shorter rest is a last call.
+    """
+    axis = arrays[1].ndim - 1
+    T = arrays[1].shape[axis]
+    if chunk >= T:
+        return body(carry, arrays)
+    count = T // chunk
+
+    def cut(x: Array) -> Array:
+        x = jax.lax.slice_in_dim(x, 0, count * chunk, axis=axis)
+        x = x.reshape(*x.shape[:axis], count, chunk, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)  # [count, ..., chunk, ...]
+
+    carry, out = jax.lax.scan(body, carry, jax.tree.map(cut, arrays))
+    if out is not None:
+        out = jnp.moveaxis(out, 0, axis)
+        out = out.reshape(*out.shape[:axis], count * chunk, *out.shape[axis + 2 :])
+    if count * chunk < T:
+        rest = tuple(jax.lax.slice_in_dim(x, count * chunk, T, axis=axis) for x in arrays)
+        carry, last = body(carry, rest)
+        out = None if out is None else jnp.concatenate([out, last], axis=axis)
+    return carry, out

@@ -1,0 +1,128 @@
+"""The matmul rate that utilisation (MFU) is a share of: published for accelerators, else measured.
+
+On a CPU there is no published figure that a program can reach, so the denominator is the best
+product ever timed on this processor with this library; it is kept in the user's cache and can only
+rise, because a measurement on a busy machine is too low, and a low peak would flatter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jaxlib
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxgpt import runtime
+from jaxgpt.training.step import compiler_options
+
+# Dense bfloat16 TFLOP/s of one JAX device (a chip; half a chip for TPU7x, whose two cores are two
+# devices), from the makers' data sheets. Sparse or 8-bit figures would halve every utilisation.
+PUBLISHED = {
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H200": 989.0,
+    "TPU v4": 275.0,
+    "TPU v5 lite": 197.0,
+    "TPU v5e": 197.0,
+    "TPU v5": 459.0,
+    "TPU v5p": 459.0,
+    "TPU v6 lite": 918.0,
+    "TPU v6e": 918.0,
+    "TPU7x": 1153.5,
+}
+# Rows, depth and columns of the products timed; the small ones stay in a CPU's cache.
+CPU_SHAPES = ((512, 768, 3072), (1024, 1024, 1024), (2048, 1024, 1024))
+ACCELERATOR_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The matmul rate of all devices together, in FLOP/s, and where the figure comes from."""
+
+    flops: float
+    source: str
+
+
+def measure_matmul_peak(dtype: DTypeLike, devices: Sequence[jax.Device]) -> Peak:
+    """Return the peak of `devices` for products in `dtype`, measuring at most about half a second.
+
+    Simulated CPU devices share one processor, so a CPU counts once per process.
+    """
+    name = np.dtype(dtype).name
+    kind, platform = devices[0].device_kind, devices[0].platform
+    if platform != "cpu" and name == "bfloat16" and kind in PUBLISHED:
+        source = f"published dense bfloat16 peak of {kind} x {len(devices)}"
+        return Peak(PUBLISHED[kind] * 1e12 * len(devices), source)
+    count = len({d.process_index for d in devices}) if platform == "cpu" else len(devices)
+    hardware = f"{runtime.num_cores()} CPU cores" if platform == "cpu" else kind
+    source = f"best {name} matmul measured on {hardware}" + (f" x {count}" if count > 1 else "")
+    return Peak(_best_rate(name, platform) * count, source)
+
+
+@functools.cache
+def _best_rate(dtype: str, platform: str) -> float:
+    """Return the best rate, FLOP/s, of one device: timed now, or in an earlier process here."""
+    device = jax.local_devices(backend=platform)[0]
+    hardware = f"{runtime.cpu_key()}x{runtime.num_cores()}"
+    if platform != "cpu":
+        hardware = device.device_kind
+    key = f"{hardware} jaxlib {jaxlib.__version__} {dtype}"
+    folder, _ = runtime.cache_folder()
+    known = _read_rates(folder / "matmul_peak.json") if folder else {}
+    rate = _matmul_rate(dtype, device, seconds=0.15 if key in known else 0.5)
+    if folder and rate > known.get(key, 0.0):
+        _write_rates(folder / "matmul_peak.json", known | {key: rate})
+    return max(rate, known.get(key, 0.0))
+
+
+def _matmul_rate(dtype: str, device: jax.Device, seconds: float) -> float:
+    """Return the best FLOP/s of a few products on `device`, compiling included in `seconds`."""
+    end = time.perf_counter() + seconds
+    shapes = CPU_SHAPES if device.platform == "cpu" else ACCELERATOR_SHAPES
+    # With the options of training, or the peak would be that of another matmul library.
+    options = compiler_options(dtype, device.platform)
+    product = jax.jit(lambda a, b: a @ b, compiler_options=options)
+    numbers = np.random.default_rng(0)
+    best = 0.0
+    for m, k, n in shapes:
+        a, b = (
+            jax.device_put(numbers.random(shape, np.float32).astype(dtype), device)
+            for shape in ((m, k), (k, n))
+        )
+        product(a, b).block_until_ready()  # compiles
+        enough = time.perf_counter() + 0.05
+        while best == 0.0 or time.perf_counter() < min(enough, end):
+            began = time.perf_counter()
+            product(a, b).block_until_ready()
+            best = max(best, 2 * m * k * n / (time.perf_counter() - began))
+        if time.perf_counter() > end:
+            break
+    return best
+
+
+def _read_rates(path: Path) -> dict[str, float]:
+    """Return the stored rates; whatever cannot be read counts as nothing stored."""
+    try:
+        stored = json.loads(path.read_bytes())
+        return {k: v for k, v in stored.items() if isinstance(v, float) and 0 < v < math.inf}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _write_rates(path: Path, rates: dict[str, float]) -> None:
+    """Store the rates for later processes; without a writable cache each one measures anew."""
+    with contextlib.suppress(OSError):
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(rates, indent=1))
+        temporary.replace(path)

@@ -1,0 +1,153 @@
+"""Does this compiler, with the options of this run, compute right gradients? Asked before training.
+
+A wrong kernel can leave the loss right and the gradients wrong (XLA:CPU's oneDNN matmuls did, in
+float32), and such a run looks healthy for hours. So a small twin of the very model is
+differentiated twice: as it will be trained, and in float32 with no options, and all leaves compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.config import Config
+from jaxgpt.data.packing import Batch
+from jaxgpt.errors import NumericsError
+from jaxgpt.model import gpt
+from jaxgpt.training.loss import chunk_tokens
+from jaxgpt.training.step import compiler_options, gradients
+
+ROWS, LENGTH, VOCAB = 2, 256, 512  # two attention blocks of 128, two loss chunks of 256 tokens
+WINDOW = 130  # a sliding window that crosses a block
+# Share of a leaf's norm. bfloat16 has 8 bits and the twin's worst leaf is off by 1 to 2 %; the
+# fault this was made for is off by 20 to 120 %.
+TOLERANCE = {"bfloat16": 0.05, "float32": 1e-3}
+# A leaf whose gradient is nearly 0 by symmetry (a key bias shifts all scores of a query alike) is
+# all rounding: errors count against at least this share of the norm of all leaves.
+FLOOR = 0.02
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was compared; errors are shares of the reference."""
+
+    compute_dtype: str
+    options: dict[str, Any]
+    loss_error: float
+    leaf: str  # the worst
+    leaf_error: float
+    tolerance: float
+
+
+def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe:
+    """Compare loss and gradients of a twin of `cfg` with a float32 reference without options.
+
+    `options`: XLA options under test; None: those of `compiler_options` for this run. Runs on one
+    local device. Raises NumericsError naming the worst leaf when any error exceeds the tolerance.
+    """
+    device = jax.local_devices()[0]
+    dtype = cfg.train.compute_dtype
+    if options is None:
+        options = compiler_options(dtype, device.platform)
+    # Accelerators multiply float32 in shorter formats by default, by choice and not by fault.
+    tolerance = TOLERANCE[dtype if device.platform == "cpu" else "bfloat16"]
+    small = twin(cfg)
+    with jax.default_device(device):
+        batch = _batch(small)
+        params = gpt.init(small.model, jax.random.key(0))
+        tested = _run(cfg, small, dtype, options, params, batch)
+        with jax.default_matmul_precision("highest"):
+            reference = _run(cfg, small, "float32", {}, params, batch)
+    (grads, loss), (right_grads, right_loss) = tested, reference
+    loss_error = _share(abs(loss - right_loss), abs(right_loss))
+    norms = [float(np.linalg.norm(leaf)) for leaf in jax.tree.leaves(right_grads)]
+    floor = FLOOR * float(np.linalg.norm(norms))
+    errors = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): _share(
+            float(np.linalg.norm(leaf - right)), max(norm, floor)
+        )
+        for (path, leaf), right, norm in zip(
+            jax.tree.leaves_with_path(grads), jax.tree.leaves(right_grads), norms, strict=True
+        )
+    }
+    leaf = max(errors, key=errors.__getitem__)
+    probe = Probe(dtype, options, loss_error, leaf, errors[leaf], tolerance)
+    if max(loss_error, errors[leaf]) > tolerance:
+        wrong = sum(error > tolerance for error in errors.values())
+        raise NumericsError(
+            f"gradients of {leaf} are off by {errors[leaf]:.1%} ({wrong} of {len(errors)} leaves "
+            f"by more than {tolerance:.1%}, the loss by {loss_error:.1%}) in {dtype} with compiler "
+            f"options {options} and XLA_FLAGS on {device.device_kind}, JAX {jax.__version__}: "
+            "training would be wrong; remove the flags or use another train.compute_dtype"
+        )
+    return probe
+
+
+def twin(cfg: Config) -> Config:
+    """Return a small configuration with the same kinds of everything: heads, norms, taps, scans."""
+    m = cfg.model
+    # Unrolled layers are all compiled alike, so one will do; a scan and a tap need two.
+    layers = min(m.num_layers, 2 if m.stacked or m.aux_layers else 1)
+    heads = min(m.num_heads, 2)
+    model = dataclasses.replace(
+        m,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads if m.kv_heads == m.num_heads else 1,
+        head_dim=m.head_width,
+        embed_dim=heads * m.head_width + heads * m.head_width % 2,
+        mlp_dim=2 * heads * m.head_width,
+        vocab_size=min(m.vocab_size, VOCAB),
+        seq_len=min(m.seq_len, LENGTH),
+        sliding_window=min(m.sliding_window, WINDOW),
+        aux_layers=(1,) if m.aux_layers else (),
+    )
+    accumulates = cfg.train.accum_steps > 1
+    train = dataclasses.replace(
+        cfg.train, global_batch=ROWS, micro_batch=1 if accumulates else ROWS, param_dtype="float32"
+    )
+    return dataclasses.replace(cfg, model=model, train=train)
+
+
+def _run(
+    cfg: Config, small: Config, dtype: str, options: dict[str, Any], params: Any, batch: Batch
+) -> tuple[Any, float]:
+    """Return (gradients, loss) on the host, compiled with `options`."""
+    small = dataclasses.replace(small, train=dataclasses.replace(small.train, compute_dtype=dtype))
+    tokens = cfg.train.micro_rows * cfg.model.seq_len
+    chunks = tokens > chunk_tokens(cfg.model.vocab_size, jax.default_backend())
+    chunk = batch.tokens[0].size // 2 if chunks else None
+    run = jax.jit(
+        functools.partial(gradients, small, step=0, chunk=chunk), compiler_options=options
+    )
+    grads, sums = jax.device_get(run(params, batch))
+    return grads, float(sums["total"])
+
+
+def _batch(small: Config) -> Batch:
+    """Return random rows [A, B, T]: a padded end, and documents if the run masks them."""
+    rng = np.random.default_rng(0)
+    A, B, T = small.train.accum_steps, small.train.micro_rows, small.model.seq_len
+    tokens, targets = rng.integers(0, small.model.vocab_size, (2, A, B, T)).astype(np.int32)
+    weights = np.ones((A, B, T), np.float32)
+    weights[..., T - T // 8 :] = 0
+    if not small.data.document_mask:
+        return Batch(tokens, targets, weights)
+    opens = rng.random((A, B, T)) < 4 / T
+    opens[..., 0] = True
+    index = np.arange(T, dtype=np.int32)
+    begins = np.maximum.accumulate(np.where(opens, index, 0), axis=-1)
+    segments = np.cumsum(opens, axis=-1, dtype=np.int32)
+    return Batch(tokens, targets, weights, segments, (index - begins).astype(np.int32))
+
+
+def _share(error: float, of: float) -> float:
+    """Return error / of; what is not finite is as wrong as can be."""
+    share = error / of if of > 0 else (0.0 if error == 0 else float("inf"))
+    return share if np.isfinite(share) else float("inf")

@@ -1,0 +1,80 @@
+"""Everything a run carries from one step to the next, as one pytree; nothing else is needed.
+
+Randomness is a function of the seed and the step, and the data of the step's sample counter, so
+neither keys nor iterators are part of the state. The state of a big model never exists on one
+device: `init_state` is compiled with the shardings of its result.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+
+from jaxgpt.config import Config
+from jaxgpt.model import params as parameters
+from jaxgpt.parallel.sharding import replicated, tree_shardings
+from jaxgpt.training.optimizer import Optimizer, OptState
+
+Array = jax.Array
+
+
+@struct.dataclass
+class TrainState:
+    """Parameters, optimiser state and three int32 counters."""
+
+    step: Array  # updates attempted; the next is number step + 1
+    params: parameters.Params
+    opt_state: OptState
+    skipped: Array  # of these, how many changed nothing (not finite, or no loss token)
+    skipped_in_row: Array  # how many of the latest, without one that worked
+
+
+def init_state(cfg: Config, optimizer: Optimizer, key: Array) -> TrainState:
+    """Return the state before the first step; a pure function of (cfg, key) on every mesh."""
+    params = parameters.init(parameters.specs(cfg.model), key, cfg.train.param_dtype)
+    zero = jnp.int32(0)
+    return TrainState(zero, params, optimizer.init(params), zero, zero)
+
+
+def create(cfg: Config, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    """Return `init_state` for `run.seed`, each array made where it lies on the mesh."""
+    make = functools.partial(init_state, cfg, optimizer)
+    shardings = state_shardings(mesh, cfg, optimizer)
+    return jax.jit(make, out_shardings=shardings)(jax.random.key(cfg.run.seed))
+
+
+def abstract_state(
+    cfg: Config, optimizer: Optimizer, shardings: TrainState | None = None
+) -> TrainState:
+    """Return the state as `jax.ShapeDtypeStruct` leaves without values, placed if given how."""
+    state = jax.eval_shape(functools.partial(init_state, cfg, optimizer), jax.random.key(0))
+    if shardings is None:
+        return state
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        state,
+        shardings,
+    )
+
+
+def state_shardings(mesh: Mesh, cfg: Config, optimizer: Optimizer) -> TrainState:
+    """Return the sharding of each leaf: parameter trees by their specs, all else on each device.
+
+    Whatever in the optimiser's state is a `Params` tree (moments, master weights) lies as the
+    parameters do.
+    """
+    of_params = tree_shardings(mesh, parameters.specs(cfg.model))
+
+    def place(node: Any) -> Any:
+        return of_params if isinstance(node, parameters.Params) else replicated(mesh)
+
+    return jax.tree.map(
+        place,
+        abstract_state(cfg, optimizer),
+        is_leaf=lambda node: isinstance(node, parameters.Params),
+    )

@@ -1,0 +1,240 @@
+"""One update as a pure function of (state, batch), and its compiled, donated form.
+
+A batch is [A, B, T]: A micro-batches in time, whose gradients and losses are summed in float32 and
+divided once, by the weight of all of them. A step whose loss or gradient is not finite, or that has
+no loss token, changes nothing but the counters, on all hosts alike. Dropout is drawn by (seed,
+step, row of the global batch), so it depends neither on micro-batches nor on the mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxgpt.config import Config
+from jaxgpt.data.packing import Batch
+from jaxgpt.model import gpt
+from jaxgpt.model.params import Params
+from jaxgpt.parallel.mesh import check_batch, platform
+from jaxgpt.parallel.sharding import batch_sharding, constrain, replicated
+from jaxgpt.training.loss import next_token_sums
+from jaxgpt.training.optimizer import Optimizer
+from jaxgpt.training.state import TrainState
+
+Array = jax.Array
+Metrics = dict[str, Array]
+
+
+def train_step(
+    cfg: Config, optimizer: Optimizer, state: TrainState, batch: Batch, *, mesh: Mesh | None = None
+) -> tuple[TrainState, Metrics]:
+    """Return the state after one update, and its float32 (counters: int32) scalar metrics.
+
+    batch leaves [A, B, T]. The loss is next-token cross-entropy + z-loss + `aux_loss_weight` times
+    that of each block of `model.aux_layers`, per unit of weight. Metrics: `loss_sum` (main
+    cross-entropy, nats) and `weight`, `z_loss_sum` and `aux_loss_sum` where they are switched on
+    (what they add to the loss), `grad_norm` before clipping, `lr`, `finite` (1 or 0), and the
+    state's counters `skipped` and `skipped_in_row`.
+    """
+    grads, sums = gradients(cfg, state.params, batch, state.step, mesh=mesh)
+    weight = sums["weight"]
+    grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-30), grads)
+    params, opt_state, stats = optimizer.update(grads, state.opt_state, state.params, state.step)
+    finite = jnp.isfinite(sums["total"]) & jnp.isfinite(stats["grad_norm"])
+    good = finite & (weight > 0)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(good, new, old),
+        (params, opt_state),
+        (state.params, state.opt_state),
+    )
+    state = TrainState(
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        skipped=state.skipped + jnp.where(good, 0, 1),
+        skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),
+    )
+    del sums["total"]
+    counters = {
+        "finite": finite.astype(jnp.int32),
+        "skipped": state.skipped,
+        "skipped_in_row": state.skipped_in_row,
+    }
+    return state, sums | stats | counters
+
+
+def gradients(
+    cfg: Config,
+    params: Params,
+    batch: Batch,
+    step: Array | int,
+    *,
+    mesh: Mesh | None = None,
+    chunk: int | None = None,
+) -> tuple[Params, Metrics]:
+    """Return the gradient of the loss summed over the batch, and the sums it is made of.
+
+    Neither is divided by the weight. Gradients are float32, except with A = 1, where they have
+    the parameters' dtype. Sums: `total` (what is differentiated), `loss_sum`, `weight`, and
+    `z_loss_sum`, `aux_loss_sum` where configured. `chunk` is passed to the loss.
+    """
+    A, B, _ = batch.tokens.shape
+    seed = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
+    loss = functools.partial(_loss, cfg, mesh=mesh, chunk=chunk)
+    differentiate = jax.value_and_grad(loss, has_aux=True)
+
+    def one(micro: Batch, index: Array | int) -> tuple[Params, Metrics]:
+        keys = None
+        if cfg.model.dropout:
+            rows = index * B + jnp.arange(B)  # of the global batch
+            keys = jax.vmap(lambda row: jax.random.fold_in(seed, row))(rows)
+        (_, sums), grads = differentiate(params, micro, keys)
+        return grads, sums
+
+    if A == 1:
+        return one(jax.tree.map(lambda x: x[0], batch), 0)
+
+    def body(carry: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
+        return jax.tree.map(lambda total, new: total + new, carry, one(*part)), None
+
+    # float32 sums whatever the parameters' dtype; they start as zeros, not as a first micro-batch
+    # outside of the loop, which would compile the model twice.
+    start = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batch), 0)
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), start)
+    return jax.lax.scan(body, start, (batch, jnp.arange(A)))[0]
+
+
+def _loss(
+    cfg: Config,
+    params: Params,
+    batch: Batch,
+    keys: Array | None,
+    *,
+    mesh: Mesh | None,
+    chunk: int | None,
+) -> tuple[Array, Metrics]:
+    """Return (total, sums) of one micro-batch [B, T]."""
+    dtype = jnp.dtype(cfg.train.compute_dtype)
+    params = _whole_rows(params, mesh)
+    hidden, taps = gpt.hidden_and_taps(
+        cfg.model,
+        params,
+        batch.tokens,
+        segment_ids=batch.segment_ids,
+        positions=batch.positions,
+        dtype=dtype,
+        dropout_key=keys,
+        constrain=functools.partial(constrain, mesh=mesh),
+    )
+    loss = functools.partial(
+        next_token_sums,
+        head=gpt.head(cfg.model, params),
+        targets=batch.targets,
+        weights=batch.weights,
+        z_loss=cfg.train.z_loss,
+        softcap=cfg.model.logit_softcap,
+        dtype=dtype,
+        chunk=chunk,
+        mesh=mesh,
+    )
+    main = loss(hidden)
+    total = main.total
+    sums = {"loss_sum": main.nll, "weight": main.weight}
+    if cfg.train.z_loss:
+        sums["z_loss_sum"] = jax.lax.stop_gradient(main.total) - main.nll
+    if taps:
+        aux = cfg.train.aux_loss_weight * sum(loss(tap).total for tap in taps.values())
+        total = total + aux
+        sums["aux_loss_sum"] = aux
+    return total, sums | {"total": total}
+
+
+def _whole_rows(params: Params, mesh: Mesh | None) -> Params:
+    """Gather the rows of the embeddings on each device, where a mesh splits them.
+
+    Otherwise the compiler may gather the looked-up rows of the whole global batch instead.
+    """
+    if mesh is None:
+        return params
+    place = functools.partial(constrain, mesh=mesh)
+    pos = params.pos_embed
+    return params.replace(
+        embed=place(params.embed, ("vocab", None)),
+        pos_embed=None if pos is None else place(pos, (None, None)),
+    )
+
+
+def eval_step(
+    cfg: Config, params: Params, batch: Batch, *, mesh: Mesh | None = None
+) -> tuple[Array, Array]:
+    """Return (sum of cross-entropy in nats, weight) of a batch [A, B, T]: no dropout, no z-loss."""
+    dtype = jnp.dtype(cfg.train.compute_dtype)
+    params = _whole_rows(params, mesh)
+
+    def one(micro: Batch) -> tuple[Array, Array]:
+        hidden = gpt.hidden(
+            cfg.model,
+            params,
+            micro.tokens,
+            segment_ids=micro.segment_ids,
+            positions=micro.positions,
+            dtype=dtype,
+            constrain=functools.partial(constrain, mesh=mesh),
+        )
+        sums = next_token_sums(
+            hidden,
+            gpt.head(cfg.model, params),
+            micro.targets,
+            micro.weights,
+            softcap=cfg.model.logit_softcap,
+            dtype=dtype,
+            mesh=mesh,
+        )
+        return sums.nll, sums.weight
+
+    return jax.tree.map(jnp.sum, jax.lax.map(one, batch))
+
+
+def make_train_step(
+    cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: TrainState
+) -> Any:
+    """Return `train_step` compiled for a mesh: `(state, batch) -> (state, metrics)`.
+
+    The state is donated: its buffers are reused and the argument is gone afterwards. `shardings`
+    is `state_shardings(...)`; batches come from `to_global`. Raises ConfigError if rows do not
+    divide.
+    """
+    check_batch(mesh, cfg.train.global_batch, cfg.train.micro_rows)
+    return jax.jit(
+        functools.partial(train_step, cfg, optimizer, mesh=mesh),
+        in_shardings=(shardings, batch_sharding(mesh)),
+        out_shardings=(shardings, replicated(mesh)),
+        donate_argnums=0,
+        compiler_options=compiler_options(cfg.train.compute_dtype, platform(mesh)),
+    )
+
+
+def make_eval_step(cfg: Config, mesh: Mesh, params_shardings: Any) -> Any:
+    """Return `eval_step` compiled for a mesh: `(params, batch) -> (loss sum, weight)`."""
+    return jax.jit(
+        functools.partial(eval_step, cfg, mesh=mesh),
+        in_shardings=(params_shardings, batch_sharding(mesh)),
+        out_shardings=replicated(mesh),
+        compiler_options=compiler_options(cfg.train.compute_dtype, platform(mesh)),
+    )
+
+
+def compiler_options(compute_dtype: str, platform: str) -> dict[str, bool]:
+    """Return the XLA options of programs in this dtype on this platform; they affect no others.
+
+    On CPU, JAX 0.12 leaves weight gradients in bfloat16 to a float32 kernel, and sends them to
+    oneDNN (twice as fast) with this option. In float32 the same option gave wrong gradients of
+    attention (JAX 0.12.0.1), so it is never set there; see `probe.probe_gradients`.
+    """
+    if platform == "cpu" and jnp.dtype(compute_dtype) == jnp.bfloat16:
+        return {"xla_cpu_experimental_onednn_custom_call": True}
+    return {}

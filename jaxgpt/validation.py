@@ -1,0 +1,145 @@
+"""Checks of a configuration that need more than one value: ranges, divisibility, combinations.
+
+Everything here is arithmetic on the configuration alone, so that it is refused before data is read
+or anything compiles; checks that need the tokenizer or devices stand where those are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxgpt.config import Config
+
+# Lower bounds by section: values below are refused.
+AT_LEAST = {
+    "tokenizer": {"vocab_size": 1, "train_bytes": 1},
+    "data": {"partition_bytes": 1, "prefetch": 1},
+    "model": {
+        "num_layers": 1, "embed_dim": 1, "num_heads": 1, "num_kv_heads": 0, "head_dim": 0,
+        "mlp_dim": 0, "vocab_size": 0, "seq_len": 1, "sliding_window": 0, "attn_softcap": 0,
+        "logit_softcap": 0, "init_std": 0, "rope_original_len": 0,
+    },
+    "optim": {"lr": 0, "warmup_steps": 0, "decay_steps": 0, "weight_decay": 0, "clip_norm": 0},
+    "train": {
+        "num_steps": 0, "num_tokens": 0, "global_batch": 1, "micro_batch": 0, "z_loss": 0,
+        "aux_loss_weight": 0, "max_nonfinite": 1,
+    },
+    "checkpoint": {"every": 0, "keep": 1, "keep_every": 0},
+    "eval": {"every": 0, "max_rows": 0, "batch": 0},
+    "log": {"every": 1},
+    "run": {"seed": 0},
+}  # fmt: skip
+# Values that must lie in [0, 1), [0, 1] or above 0.
+SHARES = {"optim": {"beta1", "beta2"}, "model": {"dropout"}, "data": {"valid_share"}}
+POSITIVE = {"model": {"norm_eps", "rope_base", "rope_factor"}, "optim": {"eps"}}
+MAX_SEQ_LEN = 1 << 24
+CHANGEABLE = ("data", "tokenizer", "seed", "optim")
+
+
+def problems_of(cfg: Config) -> list[str]:
+    """Return one line for each value or combination that cannot work."""
+    return [*_ranges(cfg), *_model(cfg), *_training(cfg), *_rest(cfg)]
+
+
+def _ranges(cfg: Config) -> Iterator[str]:
+    for section, bounds in AT_LEAST.items():
+        for key, bound in bounds.items():
+            if (value := getattr(getattr(cfg, section), key)) < bound:
+                yield f"{section}.{key} = {value}: must be at least {bound}"
+    for section, keys in SHARES.items():
+        for key in sorted(keys):
+            if not 0 <= (value := getattr(getattr(cfg, section), key)) < 1:
+                yield f"{section}.{key} = {value}: must lie in [0, 1)"
+    for section, keys in POSITIVE.items():
+        for key in sorted(keys):
+            if not (value := getattr(getattr(cfg, section), key)) > 0:
+                yield f"{section}.{key} = {value}: must be above 0"
+    if not 0 <= cfg.optim.end_lr_ratio <= 1:
+        yield f"optim.end_lr_ratio = {cfg.optim.end_lr_ratio}: must lie in [0, 1]"
+
+
+def _model(cfg: Config) -> Iterator[str]:
+    m = cfg.model
+    if m.num_heads < 1 or m.embed_dim < 1:
+        return  # already reported; the divisions below would fail
+    if not m.head_dim and m.embed_dim % m.num_heads:
+        yield (
+            f"model.embed_dim = {m.embed_dim} is not divisible by model.num_heads = {m.num_heads}; "
+            "set model.head_dim, or choose sizes that divide"
+        )
+    if m.kv_heads > 0 and m.num_heads % m.kv_heads:
+        yield (
+            f"model.num_heads = {m.num_heads} is not a multiple of "
+            f"model.num_kv_heads = {m.kv_heads}"
+        )
+    if m.positions == "rope" and m.head_width % 2:
+        yield f"RoPE rotates pairs of features: head width {m.head_width} must be even"
+    if m.positions == "sinusoidal" and m.embed_dim % 2:
+        yield f"sinusoidal positions come in pairs: model.embed_dim = {m.embed_dim} must be even"
+    if m.seq_len > MAX_SEQ_LEN:
+        yield f"model.seq_len = {m.seq_len}: at most {MAX_SEQ_LEN} tokens"
+    if m.rope_scaling != "none" and m.positions != "rope":
+        yield f'model.rope_scaling = "{m.rope_scaling}" needs model.positions = "rope"'
+    if m.rope_scaling != "none" and m.rope_factor < 1:
+        yield f"model.rope_factor = {m.rope_factor}: a context extension factor is at least 1"
+    if m.rope_scaling != "none" and m.rope_high_freq <= m.rope_low_freq:
+        yield (
+            f"model.rope_high_freq = {m.rope_high_freq} must be above "
+            f"model.rope_low_freq = {m.rope_low_freq}"
+        )
+    outside = [layer for layer in m.aux_layers if not 1 <= layer < m.num_layers]
+    if outside or len(set(m.aux_layers)) < len(m.aux_layers):
+        yield (
+            f"model.aux_layers = {list(m.aux_layers)}: distinct blocks from 1 to "
+            f"{m.num_layers - 1} (the last block has the main loss)"
+        )
+
+
+def _training(cfg: Config) -> Iterator[str]:
+    t, o = cfg.train, cfg.optim
+    if t.micro_batch and t.global_batch % t.micro_batch:
+        yield (
+            f"train.global_batch = {t.global_batch} is not a multiple of "
+            f"train.micro_batch = {t.micro_batch}"
+        )
+    steps = num_steps(cfg)
+    if steps and o.warmup_steps > steps:
+        yield (
+            f"optim.warmup_steps = {o.warmup_steps} is longer than the run, "
+            f"train.num_steps = {steps}"
+        )
+    if steps and o.schedule == "wsd" and o.warmup_steps + o.decay_steps > steps:
+        yield (
+            f"optim.warmup_steps = {o.warmup_steps} and optim.decay_steps = {o.decay_steps} "
+            f"do not fit in train.num_steps = {steps}"
+        )
+
+
+def _rest(cfg: Config) -> Iterator[str]:
+    sizes = {axis: getattr(cfg.mesh, axis) for axis in vars(cfg.mesh)}
+    for axis, size in sizes.items():
+        if size == 0 or size < -1:
+            yield f"mesh.{axis} = {size}: a number of devices, or -1 for the rest"
+        if axis in ("context", "expert", "stage") and size != 1:
+            yield f"mesh.{axis} = {size}: only 1 in this version; use data, fsdp, tensor"
+    if list(sizes.values()).count(-1) > 1:
+        yield f"only one mesh axis can take the rest (-1): {sizes}"
+    if isinstance(cfg.data.store, dict):
+        for name, weight in cfg.data.store.items():
+            if not weight > 0:
+                yield f"data.store[{name!r}] = {weight}: must be above 0 (or leave it out)"
+    unknown = [name for name in cfg.checkpoint.allow_change if name not in CHANGEABLE]
+    if unknown:
+        yield f"checkpoint.allow_change = {unknown}: choose from {', '.join(CHANGEABLE)}"
+    if not cfg.run.dir.strip() or "\0" in cfg.run.dir:
+        yield f"run.dir = {cfg.run.dir!r}: a folder name is needed"
+
+
+def num_steps(cfg: Config) -> int:
+    """Return the updates of the run: train.num_steps, or train.num_tokens in whole steps."""
+    if cfg.train.num_steps:
+        return cfg.train.num_steps
+    tokens_per_step = max(1, cfg.train.global_batch * cfg.model.seq_len)
+    return -(-cfg.train.num_tokens // tokens_per_step)

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Run the tests on this machine, making the environment if needed.
+#
+#   bash launch/test.sh [PYTEST ARGUMENTS]   the test suite, on the newest supported Python
+#   bash launch/test.sh --reference          the same on Python 3.11 with the oldest supported JAX, and live
+#                                            comparisons with PyTorch and transformers
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+
+if [ "${1:-}" = --reference ]; then
+  shift
+  PYTHON=${PYTHON_REFERENCE:-}
+  if [ -z "$PYTHON" ]; then
+    for PYTHON in python3.11 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python3 python3; do
+      "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && break
+    done
+  fi
+  environment=.venv-reference
+  # The exact version first: only this one is a small CPU build.
+  make_environment "$environment" "$PYTHON" dev,reference "torch==2.13.0"
+  targets=(tests tests/reference)
+else
+  environment=.venv
+  extras=dev,$(accelerator_extra)
+  make_environment "$environment" "$(find_python)" "${extras%,}"
+  "$environment/bin/python" -m ruff check jaxgpt tests
+  targets=(tests --ignore tests/reference)
+fi
+
+export JAX_PLATFORMS=cpu GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
+exec "$environment/bin/python" -m pytest "${targets[@]}" -n "${JAXGPT_TEST_WORKERS:-2}" --dist loadfile --durations 10 "$@"

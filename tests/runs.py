@@ -1,0 +1,93 @@
+"""Tiny corpora, stores and configurations for tests that run the whole system."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxgpt import config
+from jaxgpt.config import Config
+
+WORDS = "the king of rain went to hall and sang while old stones slept under a red moon".split()
+
+
+def write_corpus(folder: Path, num_files: int = 40) -> Path:
+    """Write text files of different lengths that only ever repeat a few words; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = 1
+    for number in range(num_files):
+        words = []
+        for _ in range(5 + 7 * (number % 9)):
+            state = (state * 1103515245 + 12345) % 2**31
+            words.append(WORDS[(state >> 16) % len(WORDS)])
+        (folder / f"{number:03d}.txt").write_text(" ".join(words) + f" {number}\n")
+    return folder
+
+
+def overrides(root: Path, run: str, **changes: object) -> list[str]:
+    """Return the overrides of a tiny run in `root/run` on the store `root/store`."""
+    values: dict[str, object] = {
+        "run.dir": str(root / run),
+        "data.store": str(root / "store"),
+        "data.sources": [str(root / "corpus")],
+        "data.valid_share": 0.2,
+        "tokenizer.vocab_size": 320,
+        "model.num_layers": 2,
+        "model.embed_dim": 32,
+        "model.num_heads": 4,
+        "model.seq_len": 16,
+        "train.global_batch": 8,
+        "train.num_steps": 20,
+        "train.compute_dtype": "float32",
+        "optim.warmup_steps": 5,
+        "optim.lr": 1e-2,
+        "checkpoint.every": 5,
+        "checkpoint.keep": 100,
+        "log.every": 1,
+        "log.tensorboard": False,
+    }
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def tiny(root: Path, run: str, **changes: object) -> Config:
+    return config.load(None, overrides(root, run, **changes))
+
+
+def make_store(root: Path) -> Path:
+    """Train a tokenizer on a small corpus and prepare it as `root/store`."""
+    from jaxgpt import commands
+
+    write_corpus(root / "corpus")
+    cfg = tiny(root, "unused")
+    commands.make_tokenizer(cfg)
+    commands.make_store(cfg)
+    return root
+
+
+def jaxgpt(*args: str, devices: int = 1, **environment: str) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own and return it with its output."""
+    return subprocess.run(
+        [sys.executable, "-m", "jaxgpt.cli", *args],
+        env=process_environment(devices, **environment),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def process_environment(devices: int = 1, **environment: str) -> dict[str, str]:
+    return os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAXGPT_NO_REEXEC": "1"} | environment
+
+
+def fingerprints(run_dir: Path, step: int) -> dict[str, int]:
+    """Return the fingerprint of every leaf of the state saved at `step`."""
+    record = json.loads((run_dir / "ckpt" / f"{step}.ok.json").read_text())
+    return {leaf["path"]: leaf["fingerprint"] for leaf in record["leaves"]}
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,210 @@
+"""Attention: every implementation equals a naive one, gradients included, and masks are exact."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.model import attention
+from jaxgpt.model.attention import BLOCK, attend_cached, default_impl
+
+# Compiled as a whole: run op by op, these tests would compile ten times as much.
+attend = jax.jit(attention.attend, static_argnames=("window", "softcap", "dropout", "impl"))
+B, T, H = 2, 150, 8  # one whole block of 128 rows and a part of one
+SEGMENTS = np.asarray([[1] * 40 + [2] * 93 + [3] * 17, [1] * 140 + [0] * 10])
+CASES = {
+    "mha": dict(heads=(4, 4)),
+    "gqa": dict(heads=(4, 2)),
+    "mqa": dict(heads=(4, 1)),
+    "window": dict(heads=(4, 2), window=37),
+    "segments": dict(heads=(4, 2), segment_ids=SEGMENTS),
+    "window and segments": dict(heads=(2, 2), window=30, segment_ids=SEGMENTS),
+    "softcap": dict(heads=(4, 2), softcap=1.5),
+}
+
+
+def inputs(heads: tuple[int, int], length: int = T, seed: int = 0) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    shapes = [(B, length, n, H) for n in (heads[0], heads[1], heads[1])]
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def naive(q, k, v, *, window=0, softcap=0.0, segment_ids=None):
+    """Return attention as the textbook writes it, one boolean per pair of tokens."""
+    length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+    scores = jnp.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(q.shape[-1])
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    segments = np.ones((len(q), length)) if segment_ids is None else segment_ids
+    sees = np.zeros((len(q), length, length), bool)
+    for query in range(length):
+        first = max(0, query - window + 1) if window else 0
+        sees[:, query, first : query + 1] = True
+    sees &= segments[:, :, None] == segments[:, None]
+    weights = jax.nn.softmax(jnp.where(sees[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bnqk,bknh->bqnh", weights, v)
+
+
+def with_gradients(function, q, k, v):
+    probe = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+    out, pull = jax.vjp(function, q, k, v)
+    return out, *pull(probe)
+
+
+@pytest.mark.parametrize(
+    "case, impl",
+    [
+        (case, impl)
+        for case in CASES
+        for impl in ("blocks", "dot_product", "reference")
+        if not (case == "softcap" and impl == "dot_product")  # refused, see below
+    ],
+)
+def test_values_and_gradients_equal_the_naive_ones(case, impl):
+    options = dict(CASES[case])
+    q, k, v = inputs(options.pop("heads"))
+    right = jax.jit(lambda *qkv: with_gradients(lambda *x: naive(*x, **options), *qkv))(q, k, v)
+    mine = jax.jit(lambda *qkv: with_gradients(lambda *x: attend(*x, impl=impl, **options), *qkv))(
+        q, k, v
+    )
+    for a, b in zip(mine, right, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+def test_worked_example_of_three_tokens_and_two_heads():
+    q = [[.5, -.2, .1, .4, .2, .7, -.1, 0], [-.1, .6, .3, -.3, 0, .4, .8, .2],
+         [.4, .2, -.5, .1, .6, -.2, .3, .5]]  # fmt: skip
+    k = [[.2, .8, -.1, .3, .5, .1, 0, .4], [.6, -.4, .5, 0, -.2, .9, .3, .1],
+         [-.2, .5, .1, .7, .4, -.1, .6, 0]]  # fmt: skip
+    v = [[1, -.5, .2, .6, 0, .8, -.3, 1.1], [0, 1.2, -.4, .1, 1.5, -.2, .7, 0],
+         [.4, .1, .8, -.3, -.5, .6, .2, .9]]  # fmt: skip
+    right = [[1, -.5, .2, .6, 0, .8, -.3, 1.1],
+             [.560945, .246393, -.063433, .380473, .843265, .237823, .262177, .481606],
+             [.502139, .210325, .212230, .156727, .221377, .459250, .149406, .732418]]  # fmt: skip
+    q, k, v = (jnp.asarray(x, jnp.float32).reshape(1, 3, 2, 4) for x in (q, k, v))
+    for impl in ("blocks", "dot_product", "reference"):
+        out = attend(q, k, v, impl=impl).reshape(3, 8)
+        np.testing.assert_allclose(out, right, atol=1e-6, err_msg=impl)
+
+
+@pytest.mark.parametrize("impl", ["blocks", "dot_product", "reference"])
+def test_what_a_token_may_not_see_changes_nothing_bit_for_bit(impl):
+    q, k, v = inputs((4, 2))
+    sees = np.zeros(T, bool)
+    sees[40:101] = True  # query 100 of row 0: its segment, up to itself
+
+    def of_query_100(k, v):
+        return attend(q, k, v, segment_ids=jnp.asarray(SEGMENTS), impl=impl)[0, 100]
+
+    other_k, other_v = (jnp.where(sees[None, :, None, None], x, 7 * x + 3) for x in (k, v))
+    np.testing.assert_array_equal(of_query_100(k, v), of_query_100(other_k, other_v))
+    grads = jax.jit(jax.grad(lambda k, v: of_query_100(k, v).sum(), argnums=(0, 1)))(k, v)
+    for grad in grads:
+        reached = np.abs(np.asarray(grad[0])).max(axis=(1, 2)) > 0
+        np.testing.assert_array_equal(reached, sees)
+
+
+@pytest.mark.parametrize("impl", ["blocks", "dot_product", "reference"])
+def test_a_token_that_sees_only_itself_gets_its_own_value(impl):
+    q, k, v = inputs((2, 2))
+    np.testing.assert_array_equal(attend(q, k, v, window=1, impl=impl), v)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_blocks_do_no_work_above_the_diagonal_or_left_of_the_window(window):
+    shapes = [jax.ShapeDtypeStruct((1, 4 * BLOCK, 1, H), jnp.float32)] * 3
+    equations = jax.make_jaxpr(lambda *x: attention.attend(*x, window=window, impl="blocks"))(
+        *shapes
+    ).eqns
+    scores = [e.outvars[0].aval.shape[-2:] for e in equations if e.primitive.name == "dot_general"]
+    pairs = sum(rows * keys for rows, keys in scores if keys != H)
+    blocks = [BLOCK * i for i in range(1, 5)] if not window else [BLOCK] + [BLOCK + 63] * 3
+    assert pairs == BLOCK * sum(blocks)
+
+
+def test_long_rows_have_at_most_32_blocks():
+    shapes = [jax.ShapeDtypeStruct((1, 100 * BLOCK, 1, H), jnp.float32)] * 3
+    equations = jax.make_jaxpr(lambda *x: attention.attend(*x, impl="blocks"))(*shapes).eqns
+    assert sum(e.primitive.name == "dot_general" for e in equations) == 2 * 32
+
+
+def test_bfloat16_inputs_give_bfloat16_near_the_float32_values():
+    q, k, v = inputs((4, 2))
+    low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    right = naive(*(x.astype(jnp.float32) for x in low))
+    for impl in ("blocks", "dot_product", "reference"):
+        out = attend(*low, impl=impl)
+        assert out.dtype == jnp.bfloat16
+        # bfloat16 keeps 8 bits: weights and values are off by 2^-9 each, relative to |v| < 4.
+        np.testing.assert_allclose(out.astype(jnp.float32), right, atol=0.03, err_msg=impl)
+
+
+def test_huge_scores_keep_values_and_gradients_finite():
+    q, k, v = inputs((2, 2))
+    for impl in ("blocks", "dot_product", "reference"):
+        run = jax.jit(lambda *x, i=impl: with_gradients(lambda *y: attend(*y, impl=i), *x))
+        for x in run(1e4 * q, k, v):
+            assert np.isfinite(x).all(), impl
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_dropout_draws_the_same_masks_in_every_implementation(window):
+    q, k, v = inputs((4, 2))
+    keys = jax.random.split(jax.random.key(0), B)
+    options = dict(dropout=0.4, dropout_keys=keys, window=window)
+    blocks, whole = (attend(q, k, v, impl=impl, **options) for impl in ("blocks", "reference"))
+    np.testing.assert_allclose(blocks, whole, atol=3e-6)
+    assert np.abs(blocks - attend(q, k, v, window=window)).max() > 0.1
+
+
+def test_dropout_keeps_its_share_of_the_weights_and_scales_them_up():
+    length = 96
+    q = jnp.zeros((B, length, 2, length))  # equal scores
+    v = jnp.broadcast_to(jnp.eye(length)[None, :, None], q.shape)  # the output is the weights
+    keys = jax.random.split(jax.random.key(0), B)
+    weights = np.asarray(attend(q, q, v, dropout=0.3, dropout_keys=keys))
+    counts = np.arange(1, length + 1)[None, :, None, None]
+    causal = np.broadcast_to(np.tri(length, dtype=bool)[None, :, None], weights.shape)
+    scaled = (weights * counts)[causal]
+    kept = scaled > 0
+    np.testing.assert_allclose(scaled[kept], 1 / 0.7, rtol=1e-5)
+    assert kept.mean() == pytest.approx(0.7, abs=5 * math.sqrt(0.21 / kept.size))
+    assert (weights[~causal] == 0).all()
+    assert (weights[0] != weights[1]).any() and (weights[:, :, 0] != weights[:, :, 1]).any()
+
+
+def test_dropout_of_a_row_does_not_depend_on_the_batch():
+    q, k, v = inputs((2, 2), length=20)
+    keys = jax.random.split(jax.random.key(0), B)
+    whole = attend(q, k, v, dropout=0.5, dropout_keys=keys)
+    row = attend(q[1:], k[1:], v[1:], dropout=0.5, dropout_keys=keys[1:])
+    np.testing.assert_allclose(row, whole[1:], atol=1e-6)
+
+
+def test_what_an_implementation_cannot_do_is_refused():
+    q, k, v = inputs((2, 2), length=4)
+    with pytest.raises(ValueError, match="'dot_product' has neither softcap nor dropout"):
+        attend(q, k, v, softcap=2.0, impl="dot_product")
+    with pytest.raises(ValueError, match="'flash'"):
+        attend(q, k, v, impl="flash")
+
+
+def test_cpu_uses_blocks():
+    assert default_impl(jnp.zeros((1, 1, 1, 8)), plain=False, unmasked=False) == "blocks"
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 1.5}])
+def test_cached_attention_of_unequal_positions_equals_the_naive_rows(options):
+    q, k, v = inputs((4, 2), length=30)
+    positions = jnp.asarray([[11, 12], [3, 4]])
+    queries = jnp.take_along_axis(q, positions[..., None, None], axis=1)
+    # Slots beyond a query's position hold other numbers than the row would.
+    later = np.arange(30)[None, :] > np.asarray(positions[:, -1:])
+    k_slots, v_slots = (jnp.where(later[..., None, None], 50.0, x) for x in (k, v))
+    right = jnp.take_along_axis(naive(q, k, v, **options), positions[..., None, None], axis=1)
+    out = attend_cached(queries, k_slots, v_slots, positions, **options)
+    np.testing.assert_allclose(out, right, atol=1e-6)

@@ -1,0 +1,217 @@
+"""The background reader: hands over what was read, and lets go on every path, in every process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jaxgpt.data.feeder import BatchStream
+from jaxgpt.data.packing import Batch
+from jaxgpt.errors import StorageError
+
+# Streams for programs of their own; a read that hangs is a sleep of ten minutes.
+STREAM = """
+import signal, threading, time
+import numpy as np
+from jaxgpt.data.feeder import BatchStream
+from jaxgpt.data.packing import Batch
+
+reading = threading.Event()
+
+def batch_of(number):
+    return (np.full((1, 2), number, np.int32),)
+
+def hang(number):
+    reading.set()
+    time.sleep(600)
+
+def fail(number):
+    raise OSError("disk on fire")
+
+def open_stream(read):
+    finish = lambda arrays: Batch(arrays[0], arrays[0], arrays[0])
+    where = lambda number: f"batch {number}"
+    layout = [(np.int32, (1, 2))]
+    return BatchStream(read, finish, where, layout=layout, num_batches=9, prefetch=2)
+
+def leave():
+    print(time.time(), flush=True)
+"""
+PROGRAMS = {
+    "by an error of a reader, beside streams that ended or were left in the middle": (
+        """
+ended, middle, failing = open_stream(batch_of), open_stream(batch_of), open_stream(fail)
+for _ in ended: pass
+next(middle)
+leave()
+next(failing)
+""",
+        1,
+    ),
+    "normally, beside reads that hang, one closed and one not": (
+        """
+closed, forgotten = open_stream(hang), open_stream(hang)
+reading.wait()
+start = time.monotonic()
+closed.close()
+closed.close()
+assert time.monotonic() - start < 20
+leave()
+""",
+        0,
+    ),
+    "by Ctrl-C while it waits for a read that hangs": (
+        """
+with open_stream(hang) as stream:
+    reading.wait()
+    threading.Timer(0.5, lambda: (leave(), signal.raise_signal(signal.SIGINT))).start()
+    next(stream)
+""",
+        -signal.SIGINT,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def exits() -> Iterator[dict[str, subprocess.Popen]]:
+    """Start all programs at once: each spends seconds on imports."""
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", STREAM + program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, (program, _) in PROGRAMS.items()
+    }
+    yield running
+    for process in running.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_process_is_gone_within_seconds_of_leaving(exits, name):
+    process = exits[name]
+    left = float(process.stdout.readline() or "nan")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == PROGRAMS[name][1], errors
+    assert time.time() - left < 60  # a hanging read sleeps for 600; loaded machines take a while
+    if process.returncode == 1:
+        assert errors.endswith("OSError: disk on fire\nbatch 0\n")
+
+
+def make(read, num_batches: int = 5, prefetch: int = 2) -> BatchStream:
+    return BatchStream(
+        read,
+        lambda arrays: Batch(arrays[0], arrays[0], arrays[0]),
+        lambda number: f"batch {number}",
+        layout=[(np.int32, (1, 2))],
+        num_batches=num_batches,
+        prefetch=prefetch,
+    )
+
+
+def batch_of(number: int) -> tuple[np.ndarray]:
+    return (np.full((1, 2), number, np.int32),)
+
+
+def test_batches_come_in_order_whatever_the_readers_take(monkeypatch):
+    rng = np.random.default_rng(0)
+    delays = rng.uniform(0, 0.02, 40)
+
+    def slow(number: int) -> tuple[np.ndarray]:
+        time.sleep(delays[number])
+        return batch_of(number)
+
+    with make(slow, num_batches=40) as stream:
+        assert [int(batch.tokens[0, 0]) for batch in stream] == list(range(40))
+        assert list(stream) == []  # the end stays the end
+
+
+def test_an_error_keeps_its_type_and_text_and_says_where(monkeypatch):
+    class Odd(Exception):
+        def __init__(self, a, b):
+            super().__init__(f"{a} and {b}")
+
+    def read(number: int) -> tuple[np.ndarray]:
+        if number == 3:
+            raise Odd(1, 2)
+        return batch_of(number)
+
+    seen = []
+    with make(read) as stream:
+        with pytest.raises(Odd, match="1 and 2") as caught:
+            for batch in stream:
+                seen.append(int(batch.tokens[0, 0]))
+    assert seen == [0, 1, 2]
+    assert caught.value.__notes__ == ["batch 3"]
+
+
+def test_an_expected_error_says_where_in_its_one_line():
+    def read(number: int) -> tuple[np.ndarray]:
+        raise StorageError("/data/x.shard: Input/output error")
+
+    with make(read) as stream:
+        with pytest.raises(StorageError) as caught:
+            next(stream)
+    assert str(caught.value) == "/data/x.shard: Input/output error (batch 0)"
+
+
+def test_a_batch_of_another_shape_is_an_error():
+    with make(lambda number: (np.zeros((1, 3), np.int32),)) as stream:
+        with pytest.raises(Exception, match="shape"):
+            next(stream)
+
+
+def test_a_closed_stream_says_so_and_closes_twice():
+    stream = make(batch_of)
+    next(stream)
+    stream.close()
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(stream)
+
+
+def test_no_more_batches_are_read_ahead_than_asked_for():
+    read = []
+
+    def note(number: int) -> tuple[np.ndarray]:
+        read.append(number)
+        return batch_of(number)
+
+    with make(note, num_batches=1000, prefetch=2) as stream:
+        next(stream)
+        time.sleep(0.5)
+        ahead = len(read)
+    # 1 taken, 1 in the queue, 1 in the hand of the feeder, 2 prefetched, 4 in the map
+    assert 1 <= ahead <= 9
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_nothing_is_left_of_a_closed_stream(taken):
+    def alive() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name.startswith("batch-")]
+
+    with make(batch_of) as stream:
+        for _ in range(taken):
+            next(stream)
+        assert alive()
+    deadline = time.monotonic() + 5
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() == []
+
+
+def test_tensorflow_sees_no_accelerator():
+    from jaxgpt.data.feeder import import_tensorflow
+
+    tf = import_tensorflow()
+    assert {device.device_type for device in tf.config.get_visible_devices()} == {"CPU"}

@@ -1,0 +1,285 @@
+"""The decoder: against transformers, against itself in other forms, and what it must not see."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden.hf_map import CONFIGS, to_params
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+from tiny import LLAMA, TINY, VARIETY, random_params
+
+from jaxgpt.config import ModelConfig
+from jaxgpt.model import gpt
+from jaxgpt.model.blocks import keys_at
+from jaxgpt.model.params import Params, restack
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
+STATIC = ("dtype", "impl")
+apply = jax.jit(gpt.apply, static_argnums=0, static_argnames=STATIC)
+
+
+def loss_of(cfg: ModelConfig, params: Params, tokens, targets=None, weights=1.0, **options):
+    logits = gpt.apply(cfg, params, tokens, **options)
+    targets = jnp.roll(tokens, -1, axis=1) if targets is None else targets
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - picked
+    weights = jnp.broadcast_to(weights, losses.shape)
+    return jnp.where(weights > 0, losses * weights, 0.0).sum() / weights.sum()
+
+
+grads_of = jax.jit(jax.value_and_grad(loss_of, argnums=1), static_argnums=0, static_argnames=STATIC)
+
+
+def assert_near(a, b, rtol: float) -> None:
+    """Compare trees leaf by leaf, in the Euclidean norm; leaves near 0 are all rounding."""
+    for (path, x), (_, y) in zip(
+        jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True
+    ):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) <= rtol * max(np.linalg.norm(y), 0.01), path
+
+
+# Against other implementations and arithmetic
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_loss_and_gradient_norm_equal_those_of_transformers(family):
+    golden = load_file(Path(__file__).parent / "golden" / f"{family}.safetensors")
+    cfg, params, ids = CONFIGS[family], to_params(family, golden), golden["ids"]
+    logits = apply(cfg, params, ids)
+    error = np.abs(logits - golden["logits"]).max()
+    assert error < 2e-5 * np.abs(golden["logits"]).max()
+    weights = np.broadcast_to(np.arange(ids.shape[1]) < ids.shape[1] - 1, ids.shape) * 1.0
+    loss, grads = grads_of(cfg, params, ids, weights=weights)
+    norm = math.sqrt(sum(float(np.square(g).sum()) for g in jax.tree.leaves(grads)))
+    assert float(loss) == pytest.approx(float(golden["loss"][0]), rel=2e-5)
+    assert norm == pytest.approx(float(golden["grad_norm"][0]), rel=2e-5)
+
+
+def test_flops_per_token_of_gpt2_small():
+    cfg = ModelConfig(
+        num_layers=12, embed_dim=768, num_heads=12, vocab_size=50257, seq_len=1024,
+        attn_bias=True, out_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    assert gpt.flops_per_token(cfg, causal=False) == 855_166_464
+    assert gpt.flops_per_token(cfg, causal=True) == 798_543_360
+
+
+def test_flops_leave_out_an_untied_embedding_and_what_a_window_hides():
+    tied = dataclasses.replace(TINY, positions="rope", norm="rmsnorm")
+    untied = dataclasses.replace(tied, tie_embeddings=False)
+    assert gpt.flops_per_token(untied, causal=True) == gpt.flops_per_token(tied, causal=True)
+    windowed = dataclasses.replace(tied, sliding_window=4)
+    # Of 16 tokens: 16 or 8 seen on average; with a window 4, or 4 - 16 / 32.
+    spared = [
+        gpt.flops_per_token(tied, c) - gpt.flops_per_token(windowed, c) for c in (False, True)
+    ]
+    assert spared == [12 * 2 * 32 * (16 - 4), 12 * 2 * 32 * (8 - 3.5)]
+
+
+def test_an_untrained_model_predicts_evenly():
+    params = gpt.init(TINY, jax.random.key(0))
+    loss, _ = grads_of(TINY, params, TOKENS)
+    assert float(loss) == pytest.approx(math.log(64), abs=0.05)
+
+
+# The same model in other forms
+
+
+@pytest.mark.parametrize("name", VARIETY)
+def test_scanned_and_unrolled_layers_agree_and_every_parameter_learns(name):
+    cfg = VARIETY[name]
+    params = random_params(cfg)
+    loss, grads = grads_of(cfg, params, TOKENS)
+    loss_scanned, grads_scanned = grads_of(cfg, restack(params, True), TOKENS)
+    assert float(loss) == pytest.approx(float(loss_scanned), rel=1e-6)
+    assert_near(restack(grads_scanned, False), grads, 1e-5)
+    for path, grad in jax.tree.leaves_with_path(grads):
+        # A key bias adds the same to all scores of a query, so without RoPE it has no effect.
+        idle = "bk" in str(path[-1]) and cfg.positions != "rope"
+        assert np.isfinite(grad).all() and (np.abs(grad).max() > 1e-5) != idle, path
+
+
+@pytest.mark.parametrize("impl", ["dot_product", "reference"])
+def test_every_attention_gives_the_same_gradients(impl):
+    params, segments = random_params(LLAMA), np.asarray([[1] * 6 + [2] * 10, [1] * 12 + [0] * 4])
+    loss, grads = grads_of(LLAMA, params, TOKENS, segment_ids=segments)
+    loss_other, grads_other = grads_of(LLAMA, params, TOKENS, segment_ids=segments, impl=impl)
+    assert float(loss) == pytest.approx(float(loss_other), rel=1e-6)
+    assert_near(grads_other, grads, 1e-5)
+
+
+DROPOUT = dataclasses.replace(TINY, dropout=0.5)
+EIGHT_ROWS = np.random.default_rng(1).integers(0, 64, (8, 16)).astype(np.int32)
+
+
+@functools.cache
+def gradients_with_dropout():
+    key = jax.random.key(1)
+    return grads_of(DROPOUT, random_params(DROPOUT), EIGHT_ROWS, dropout_key=key)[1]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_remat_draws_the_same_dropout_and_gives_the_same_gradients(stacked):
+    cfg = dataclasses.replace(DROPOUT, remat="full")
+    params = restack(random_params(cfg), stacked)
+    _, grads = grads_of(cfg, params, EIGHT_ROWS, dropout_key=jax.random.key(1))
+    assert_near(restack(grads, False), gradients_with_dropout(), 1e-6)
+
+
+def test_eight_devices_with_remat_give_the_dropout_and_gradients_of_one_without():
+    cfg = dataclasses.replace(DROPOUT, remat="full")
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    rows, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["rows"], []))
+    params, key = jax.device_put((random_params(cfg), jax.random.key(1)), everywhere)
+    _, grads = grads_of(cfg, params, jax.device_put(EIGHT_ROWS, rows), dropout_key=key)
+    assert len(grads.embed.sharding.device_set) == 8
+    assert_near(grads, gradients_with_dropout(), 1e-6)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_tap_is_the_hidden_state_of_the_model_cut_after_that_block(stacked):
+    cfg = dataclasses.replace(TINY, num_layers=3, aux_layers=(1, 2))
+    params = random_params(cfg)
+    hidden, taps = gpt.hidden_and_taps(cfg, restack(params, stacked), TOKENS)
+    assert sorted(taps) == [1, 2]
+    np.testing.assert_allclose(hidden, gpt.hidden(cfg, params, TOKENS), atol=1e-5)
+    for depth, tap in taps.items():
+        cut = dataclasses.replace(cfg, num_layers=depth, aux_layers=())
+        right = gpt.hidden(cut, params.replace(layers=params.layers[:depth]), TOKENS)
+        np.testing.assert_allclose(tap, right, atol=1e-5)
+
+
+def test_bfloat16_compute_stays_near_float32_and_logits_are_float32():
+    params = random_params(LLAMA)
+    right, low = apply(LLAMA, params, TOKENS), apply(LLAMA, params, TOKENS, dtype="bfloat16")
+    assert low.dtype == jnp.float32
+    assert gpt.hidden(LLAMA, params, TOKENS, dtype="bfloat16").dtype == jnp.bfloat16
+    assert 1e-4 < np.abs(low - right).max() / np.abs(right).max() < 0.05
+
+
+def test_head_has_exactly_the_rows_of_the_vocabulary():
+    cfg = dataclasses.replace(TINY, vocab_size=61)
+    params = random_params(cfg)
+    assert gpt.head(cfg, params) is params.embed and params.embed.shape == (61, 32)
+    untied = dataclasses.replace(cfg, tie_embeddings=False)
+    assert gpt.head(untied, random_params(untied)) is not random_params(untied).embed
+    assert apply(untied, random_params(untied), TOKENS % 61).shape == (2, 16, 61)
+
+
+# What a token must not see
+
+
+@pytest.mark.parametrize("name", VARIETY)
+def test_changing_a_token_moves_no_earlier_logit(name):
+    cfg = VARIETY[name]
+    params, other = random_params(cfg), TOKENS.copy()
+    other[:, 9] = (other[:, 9] + 1) % 64
+    moved = np.abs(apply(cfg, params, TOKENS) - apply(cfg, params, other)).max(axis=(0, 2))
+    assert (moved[:9] == 0).all() and (moved[9:] > 0)[: 2 if cfg.sliding_window else None].all()
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope", "sinusoidal"])
+def test_packed_documents_do_not_see_each_other_and_equal_themselves_alone(positions):
+    cfg = dataclasses.replace(TINY, positions=positions)
+    params, row = random_params(cfg), TOKENS[:1, :12]
+    segments = np.asarray([[1] * 6 + [2] * 6])
+    options = {"segment_ids": segments, "positions": np.asarray([[*range(6), *range(6)]])}
+    packed = apply(cfg, params, row, **options)
+    other = row.copy()
+    other[0, 2] = (other[0, 2] + 1) % 64
+    changed = apply(cfg, params, other, **options)
+    np.testing.assert_array_equal(packed[:, 6:], changed[:, 6:])
+    assert np.abs(packed[:, 2:6] - changed[:, 2:6]).max() > 1e-3
+    np.testing.assert_allclose(packed[:, 6:], apply(cfg, params, row[:, 6:]), atol=1e-5)
+    # Positions left out restart with the segment.
+    np.testing.assert_array_equal(packed, apply(cfg, params, row, segment_ids=segments))
+
+
+def test_a_document_repeated_in_a_row_is_not_easier_the_second_time():
+    # Each document is random; with a leak its copy could be predicted, so its logits would differ.
+    params, doc = random_params(LLAMA), TOKENS[:, :8]
+    row = np.concatenate([doc, doc], axis=1)
+    segments = np.repeat([[1, 2]], 8, axis=1)
+    separate, joined = apply(LLAMA, params, row, segment_ids=segments), apply(LLAMA, params, row)
+    np.testing.assert_allclose(separate[:, 8:], separate[:, :8], atol=1e-5)
+    assert np.abs(joined[:, 8:] - joined[:, :8]).max() > 1e-2
+
+
+@pytest.mark.parametrize("impl", ["blocks", "dot_product", "reference"])
+def test_padding_changes_neither_loss_nor_gradients_bit_for_bit(impl):
+    params, targets = random_params(LLAMA), (TOKENS + 1) % 64
+    segments = np.asarray([[1, 1, 1] + [0] * 13, [1] * 16])
+    options = {"segment_ids": segments, "weights": (segments > 0) * 1.0, "impl": impl}
+    other = TOKENS.copy()
+    other[0, 10] = (other[0, 10] + 1) % 64
+    loss, grads = grads_of(LLAMA, params, TOKENS, targets, **options)
+    loss_other, grads_other = grads_of(LLAMA, params, other, targets, **options)
+    assert float(loss) == float(loss_other)
+    jax.tree.map(np.testing.assert_array_equal, grads, grads_other)
+
+
+def test_a_sliding_window_of_two_reaches_one_token_back_per_layer():
+    cfg = dataclasses.replace(TINY, num_layers=1, sliding_window=2)
+    params, other = random_params(cfg), TOKENS.copy()
+    other[:, 3] = (other[:, 3] + 1) % 64
+    moved = np.abs(apply(cfg, params, TOKENS) - apply(cfg, params, other)).max(axis=(0, 2)) > 0
+    np.testing.assert_array_equal(np.flatnonzero(moved), [3, 4])
+    wide = dataclasses.replace(cfg, sliding_window=16)
+    assert np.abs(apply(cfg, params, TOKENS) - apply(wide, params, TOKENS)).max() > 1e-3
+
+
+# Dropout
+
+
+def test_without_a_key_dropout_is_off():
+    params = random_params(TINY)
+    np.testing.assert_array_equal(apply(DROPOUT, params, TOKENS), apply(TINY, params, TOKENS))
+
+
+def test_dropout_is_a_function_of_the_key():
+    params, keys = random_params(TINY), [jax.random.split(jax.random.key(s), 2) for s in (0, 1)]
+    one, same, other = (apply(DROPOUT, params, TOKENS, dropout_key=keys[i]) for i in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one - other).max() > 0.1
+
+
+def test_with_a_key_per_row_a_row_is_the_same_in_any_batch():
+    params, keys = random_params(TINY), jax.random.split(jax.random.key(0), 2)
+    whole = apply(DROPOUT, params, TOKENS, dropout_key=keys)
+    swapped = apply(DROPOUT, params, TOKENS[::-1], dropout_key=keys[::-1])
+    np.testing.assert_allclose(swapped[::-1], whole, atol=1e-5)
+
+
+def test_scanned_and_unrolled_layers_draw_the_same_dropout():
+    params, keys = random_params(TINY), jax.random.split(jax.random.key(0), 2)
+    unrolled = apply(DROPOUT, params, TOKENS, dropout_key=keys)
+    scanned = apply(DROPOUT, restack(params, True), TOKENS, dropout_key=keys)
+    np.testing.assert_allclose(unrolled, scanned, atol=1e-5)
+
+
+def test_sites_and_layers_draw_different_masks():
+    keys = gpt._dropout_keys(DROPOUT, jax.random.key(0), 2)
+    numbers = jax.random.key_data(keys).reshape(-1, 2)
+    assert keys.shape == (1 + 3 * 2, 2) and len(np.unique(numbers, axis=0)) == 7 * 2
+    call = gpt.Call(
+        dtype=jnp.float32, impl=None, fused=True, constrain=lambda x, axes: x, phases=None,
+        segment_ids=None, positions=None, dropout_keys=keys,
+    )  # fmt: skip
+    used = [keys_at(call, layer, site) for layer in (0, 1) for site in (1, 2, 3)]
+    np.testing.assert_array_equal(
+        jax.random.key_data(jnp.stack([keys_at(call, 0, 0), *used])), jax.random.key_data(keys)
+    )
+
+
+def test_an_untyped_dropout_key_is_refused():
+    with pytest.raises(TypeError, match="expected a typed key"):
+        gpt.hidden(DROPOUT, random_params(TINY), TOKENS, dropout_key=jax.random.PRNGKey(0))

@@ -1,0 +1,101 @@
+"""The structure: imports point one way, and each heavy library appears only in its room."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "jaxgpt"
+BASE = {"errors", "config", "toml_values", "validation"}
+# What each room or module may import from jaxgpt, besides itself.
+MAY_IMPORT = {
+    "errors": set(),
+    "toml_values": {"errors"},
+    "validation": {"config"},  # types only
+    "config": {"errors", "toml_values", "validation"},
+    "runtime": BASE,
+    "data": BASE,
+    "model": BASE,
+    "parallel": BASE | {"model", "data"},
+    "training": BASE | {"data", "model", "parallel", "runtime"},
+    "checkpoint": BASE | {"data", "model", "parallel", "training", "runtime"},
+    "evaluation": BASE | {"data", "model", "parallel", "training", "checkpoint", "runtime"},
+}
+MAY_IMPORT["train"] = set(MAY_IMPORT)
+MAY_IMPORT["commands"] = set(MAY_IMPORT) | {"train"}
+MAY_IMPORT["cli"] = BASE | {"commands", "runtime"}
+ONLY_IN = {
+    "tensorflow": {"data"},
+    "tensorflow_datasets": {"data"},
+    "sentencepiece": {"data"},
+    "pyarrow": {"data"},
+    "optax": {"training/optimizer.py"},
+    "orbax": {"checkpoint"},
+    "tensorboard": {"training/metrics.py"},
+    "rich": {"training/progress.py", "evaluation", "commands.py", "cli.py"},
+}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Return (module, whether it is imported when the file is) of every import in a file."""
+    tree = ast.parse(path.read_text())
+    nested = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) not in nested) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, id(node) not in nested))
+            if node.module.startswith("jaxgpt"):
+                found += [(f"{node.module}.{a.name}", id(node) not in nested) for a in node.names]
+    return found
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    if path.name == "__init__.py" and path.parent == ROOT:
+        return
+    for name, _ in imports(path):
+        parts = name.split(".")
+        if parts[0] == "jaxgpt" and len(parts) > 1 and parts[1] not in ("__version__", room(path)):
+            assert parts[1] in MAY_IMPORT[room(path)], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_heavy_libraries_appear_only_in_their_rooms(path):
+    here = path.relative_to(ROOT).as_posix()
+    for name, _ in imports(path):
+        allowed = ONLY_IN.get(name.split(".")[0])
+        if allowed is not None:
+            assert any(here == a or here.startswith(f"{a}/") for a in allowed), f"{here}: {name}"
+
+
+def test_tensorflow_is_never_imported_at_import_time():
+    for path in MODULES:
+        for name, at_import in imports(path):
+            assert not (at_import and name.split(".")[0].startswith("tensorflow")), path
+
+
+def test_nothing_unsafe_is_used_to_read_files():
+    for path in MODULES:
+        text = path.read_text()
+        for word in ("import pickle", "allow_pickle=True", "eval(", "exec(", "np.load("):
+            calls = [line for line in text.splitlines() if word in line.split("#")[0]]
+            unsafe = [c for c in calls if not any(ok in c for ok in ("_eval(", ".eval(", "def "))]
+            assert not unsafe, f"{path}: {unsafe}"
+
+
+def test_rooms_are_one_level_deep():
+    assert all(len(path.relative_to(ROOT).parts) <= 2 for path in MODULES)

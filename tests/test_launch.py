@@ -1,0 +1,89 @@
+"""The launch scripts: clean shell, the right interpreter, an environment made once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / ".ci/run"])
+
+
+def shell(script: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; source launch/environment.sh; {script}"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def fake_python(path: Path, version: str) -> Path:
+    """A program that answers find_python's question as an interpreter of `version` would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    supported = 0 if version in ("3.11", "3.12", "3.13") else 1
+    path.write_text(f"#!/bin/sh\nexit {supported}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_scripts_pass_shellcheck(script):
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    result = subprocess.run([shellcheck, "-x", script], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_scripts_stay_short(script):
+    assert len(script.read_text().splitlines()) < 80
+
+
+def test_the_newest_python_on_path_or_in_pyenv_is_chosen(tmp_path):
+    bin_dir = tmp_path / "bin"
+    fake_python(bin_dir / "python3.11", "3.11")
+    newer = fake_python(tmp_path / "pyenv/versions/3.12.1/bin/python3", "3.12")
+    fake_python(tmp_path / "pyenv/versions/3.14.0/bin/python3", "3.14")
+    found = shell(
+        "find_python", PATH=f"{bin_dir}:/usr/bin:/bin", PYENV_ROOT=str(tmp_path / "pyenv")
+    )
+    assert found.stdout.strip() == str(newer), found.stderr
+
+
+def test_a_shim_that_does_not_run_is_passed_over(tmp_path):
+    broken = fake_python(tmp_path / "bin/python3.13", "3.10")
+    works = fake_python(tmp_path / "bin/python3.12", "3.12")
+    found = shell("find_python", PATH=f"{broken.parent}:/usr/bin:/bin", PYENV_ROOT=str(tmp_path))
+    assert found.stdout.strip() == str(works)
+
+
+def test_the_named_python_is_used_or_refused_in_one_line(tmp_path):
+    named = fake_python(tmp_path / "mine", "3.11")
+    assert shell("find_python", PYTHON=str(named)).stdout.strip() == str(named)
+    old = fake_python(tmp_path / "old", "3.8")
+    refused = shell("find_python", PYTHON=str(old))
+    assert refused.returncode == 64 and "3.11, 3.12 or 3.13" in refused.stderr
+
+
+def test_constraints_hold_names_and_versions_only():
+    for line in (ROOT / "launch/constraints.txt").read_text().splitlines():
+        assert line.startswith("#") or "==" in line.split(";")[0], line
+        assert "://" not in line and "@" not in line and "/" not in line, line
+
+
+def test_the_constraints_name_every_direct_dependency():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {
+        line.split("==")[0].strip()
+        for line in (ROOT / "launch/constraints.txt").read_text().splitlines()
+    }
+    for requirement in project["dependencies"]:
+        name = requirement.split(">")[0].split("=")[0].strip()
+        assert name in pinned, name

@@ -1,0 +1,374 @@
+"""The tokenizer keeps every text, keeps specials apart from text, and is trained reproducibly."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import threading
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxgpt.data import model_file, tokenizer, words
+from jaxgpt.errors import DataError, StorageError
+
+SYMBOLS = ("<|user|>", "<x,y>", '<q"r>', "<a'b>")
+LINES = [
+    f"{verb} the {noun} no {number}:\n\tif {noun}.{verb}(x) > {number}:\n        return '{noun}'\n"
+    for number, verb in enumerate(
+        ["see", "find", "caf\u00e9", "keep", "sort", "walk", "give", "take"] * 9
+    )
+    for noun in ["king", "hall", "list", "\u4e2d\u6587", "house", "tree", "paper", "window"]
+]
+AWKWARD = [
+    "a  b", "a\tb", "a\nb", " a", "a ", "", "   ", "\r\n", "a\r\n\r\nb", "\0", "</s>", "<0x41>",
+    "\u2581", "a\u2581 \u2581b", "\u2585", " \u2047 ", "\ufeffa", "\u2028\x85", "e\u0301\u00e9",
+    "\U0001f680", "\ufdd0", "\x1f\x1f", "x\u00e9(y", "1\u00bd2", "    x = 1\n",
+    "the king \U0001f468\u200d\U0001f469 went",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def tok(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tok") / f"{request.param}.model"
+    return tokenizer.train(LINES, path, kind=request.param, vocab_size=330, user_symbols=SYMBOLS)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tok") / "bpe.model"
+    return tokenizer.train(LINES, path, vocab_size=330, user_symbols=SYMBOLS)
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_decode_of_encode_is_the_text_byte_for_byte(tok, text):
+    ids = tok.encode(text)
+    assert tok.decode(ids) == text
+    assert tok.decode_bytes(ids) == text.encode()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_survives(bpe, text):
+    assert bpe.decode(bpe.encode(text)) == text
+
+
+def test_the_empty_text_has_no_ids(tok):
+    assert tok.encode("") == []
+    assert tok.decode([]) == ""
+
+
+def test_specials_have_fixed_ids_and_exact_names(tok):
+    names = ["<pad>", "</s>", *SYMBOLS]
+    assert [tok.special_id(name) for name in names] == [0, 2, 3, 4, 5, 6]
+    assert (tok.pad_id, tok.eos_id, tok.vocab_size) == (0, 2, 330)
+    with pytest.raises(DataError, match=r"no special symbol '<x'; there are <pad>"):
+        tok.special_id("<x")
+
+
+@pytest.mark.parametrize(
+    "text", ["</s>", "a</s>b", "<s>", "<pad>", "<unk>", "<|endoftext|>", *SYMBOLS]
+)
+def test_no_text_produces_a_special_id(tok, text):
+    ids = tok.encode(f"{text} x {text}")
+    assert min(ids) > 2 + len(SYMBOLS)
+    assert tok.decode(ids) == f"{text} x {text}"
+
+
+def test_specials_stand_for_no_text(tok):
+    assert tok.decode([2, *tok.encode("king"), 3, 0, 1]) == "king"
+
+
+def test_the_space_mark_as_a_character_is_spelled_in_its_three_bytes(tok):
+    ids = tok.encode("\u2581")
+    assert [tok.pieces[i] for i in ids] == [b"\xe2", b"\x96", b"\x81"]
+    assert all(tok.is_byte[ids])
+
+
+def test_each_byte_has_its_own_id(tok):
+    assert {tok.decode_bytes([i]) for i in np.flatnonzero(tok.is_byte)} == {
+        bytes([b]) for b in range(256)
+    }
+
+
+def test_pieces_are_those_of_sentencepiece(tok):
+    processor = tok._processor
+    raw = open(tok.path, "rb").read()
+    names = [raw[start:stop].decode() for start, stop, _ in model_file.pieces(raw)]
+    assert names == [processor.id_to_piece(i) for i in range(processor.piece_size())]
+    kinds = [kind for _, _, kind in model_file.pieces(raw)]
+    assert [k == model_file.BYTE for k in kinds] == [
+        processor.is_byte(i) for i in range(len(kinds))
+    ]
+    assert [k == model_file.CONTROL for k in kinds] == [
+        processor.is_control(i) for i in range(len(kinds))
+    ]
+
+
+def test_tabs_and_newlines_enter_pieces(bpe):
+    assert any(b"\n\t" in piece for piece in bpe.pieces)
+    assert any(piece == b" " * len(piece) and len(piece) > 3 for piece in bpe.pieces)
+
+
+def test_no_piece_joins_digits(tok):
+    assert not any(
+        len(piece) > 1 and any(48 <= byte < 58 for byte in piece) for piece in tok.pieces
+    )
+
+
+def test_bpe_ids_are_those_of_sentencepiece_on_the_whole_text(bpe):
+    rng = random.Random(0)
+    alphabet = "abking kingfind  019 \n\t().'\u4e2d\u6587\u00e9\u201c\u00bd"
+    texts = ["".join(rng.choices(alphabet, k=rng.randrange(90))) for _ in range(400)] + LINES
+    for text, ids in zip(texts, bpe.encode_batch(texts), strict=True):
+        assert ids.tolist() == bpe._processor.encode(text)
+
+
+def test_ids_do_not_depend_on_batch_threads_blocks_or_memory(tok, monkeypatch):
+    texts = ["".join(LINES), *LINES, "", *AWKWARD]
+    expected = [tok.encode(text) for text in texts]
+    monkeypatch.setattr(words, "BLOCK_CHARS", 100)
+    monkeypatch.setattr(tokenizer, "CACHE_CHARS", 50)
+    small = tokenizer.load(tok.path)
+    assert [ids.tolist() for ids in small.encode_batch(texts, threads=2)] == expected
+
+
+def test_python_threads_may_share_a_tokenizer(bpe, monkeypatch):
+    monkeypatch.setattr(tokenizer, "CACHE_CHARS", 50)
+    expected = [bpe.encode(text) for text in LINES]
+    results: list[list] = []
+
+    def work():
+        results.append([bpe.encode(text) for text in LINES])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 4
+
+
+def test_streamed_text_equals_decode_and_is_never_corrected(tok):
+    ids = tok.encode("the king \U0001f680 went to caf\u00e9 \u4e2d")
+    decoder = tok.stream_decoder()
+    parts = [decoder.feed(i) for i in ids]
+    assert "\ufffd" not in "".join(parts)
+    assert "".join(parts) + decoder.flush() == "the king \U0001f680 went to caf\u00e9 \u4e2d"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 329), max_size=30))
+def test_streaming_any_ids_equals_decoding_them(bpe, ids):
+    decoder = bpe.stream_decoder()
+    assert "".join(decoder.feed(i) for i in ids) + decoder.flush() == bpe.decode(ids)
+
+
+def test_an_unfinished_character_is_shown_only_at_the_end(bpe):
+    decoder = bpe.stream_decoder()
+    first_byte = bpe.encode("\U0001f680")[0]
+    assert decoder.feed(first_byte) == ""
+    assert decoder.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize("ids", [[-1], [330], [5, 1 << 40]])
+def test_ids_outside_the_vocabulary_are_refused(bpe, ids):
+    with pytest.raises(DataError, match="the vocabulary has 330"):
+        bpe.decode(ids)
+
+
+def test_a_lone_surrogate_is_refused_by_name(bpe):
+    with pytest.raises(DataError, match=r"lone surrogate U\+D800 in 'ab\\ud800c'"):
+        bpe.encode("ab\ud800c")
+
+
+def test_load_gives_back_the_trained_tokenizer(bpe):
+    loaded = tokenizer.load(bpe.path)
+    assert loaded.pieces == bpe.pieces and loaded.specials == bpe.specials
+    assert loaded.digest == bpe.digest == hashlib.sha256(open(bpe.path, "rb").read()).hexdigest()
+
+
+CUTS = [lambda raw: b"", lambda raw: b"no model" * 99, lambda raw: raw[:-7], lambda raw: raw[:3000]]
+
+
+@pytest.mark.parametrize("damage", CUTS)
+def test_a_file_that_is_no_model_is_refused_in_one_line(bpe, tmp_path, damage):
+    path = tmp_path / "bad.model"
+    path.write_bytes(damage(open(bpe.path, "rb").read()))
+    with pytest.raises(DataError) as refused:
+        tokenizer.load(path)
+    assert str(refused.value) == f"{path}: not a SentencePiece model, or a damaged one"
+
+
+def test_a_missing_model_is_refused(tmp_path):
+    with pytest.raises(DataError, match="cannot read the tokenizer: No such file"):
+        tokenizer.load(tmp_path / "none.model")
+
+
+def test_a_file_over_64_mib_is_refused_before_it_is_parsed(tmp_path):
+    path = tmp_path / "huge.model"
+    with open(path, "wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(DataError, match="over 64 MiB"):
+        tokenizer.load(path)
+
+
+def test_an_unsafe_sentencepiece_is_refused(bpe, monkeypatch):
+    monkeypatch.setattr(sentencepiece, "__version__", "0.2.0")
+    with pytest.raises(DataError, match=r"sentencepiece 0\.2\.0 is unsafe"):
+        tokenizer.load(bpe.path)
+
+
+def foreign_model(tmp_path, **options):
+    """Train with SentencePiece alone and return the path of the model."""
+    model = io.BytesIO()
+    options = {
+        "vocab_size": 420, "model_type": "bpe", "byte_fallback": True, "minloglevel": 3,
+        "normalization_rule_name": "identity", "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True,
+    } | options  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=model, **options
+    )
+    path = tmp_path / "foreign.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"normalization_rule_name": "nmt_nfkc"}, "it changes texts"),
+        ({"add_dummy_prefix": True}, "it changes texts"),
+        ({"remove_extra_whitespaces": True}, "it changes texts"),
+        ({"byte_fallback": False}, "needs byte fallback"),
+        ({"eos_id": -1}, "end-of-text symbol"),
+        (
+            {"user_defined_symbols": ["<|im_end|>"]},
+            r"the text '<\|im_end\|>' produces a special id",
+        ),
+    ],
+)
+def test_a_model_that_loses_text_or_confuses_specials_is_refused(tmp_path, options, reason):
+    with pytest.raises(DataError, match=reason):
+        tokenizer.load(foreign_model(tmp_path, **options))
+
+
+def test_a_lossless_model_made_elsewhere_is_accepted(tmp_path):
+    tok = tokenizer.load(foreign_model(tmp_path))
+    assert tok.decode(tok.encode(LINES[0])) == LINES[0]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_too_small_a_corpus_names_the_reachable_size_which_then_works(tmp_path, kind, capfd):
+    path, texts = tmp_path / "small.model", [f"line {i} says hello" for i in range(20)]
+    with pytest.raises(DataError) as refused:
+        tokenizer.train(texts, path, kind=kind, vocab_size=8000)
+    assert list(tmp_path.iterdir()) == []
+    message = str(refused.value)
+    assert message.startswith("tokenizer.vocab_size = 8000 is too large") and "\n" not in message
+    reachable = int(message.split("at most ")[1].split()[0])
+    assert tokenizer.train(texts, path, kind=kind, vocab_size=reachable).vocab_size == reachable
+    assert capfd.readouterr().err == ""
+
+
+def test_too_small_a_vocabulary_names_the_least_that_is_needed(tmp_path):
+    # 3 specials, 256 bytes, and the characters of "line 0..9 says hello": 10 digits, 8 letters
+    # and the space, but for those among the rarest 0.05 %.
+    texts = [f"line {i} says hello" for i in range(20)]
+    with pytest.raises(DataError, match=r"vocab_size = 100 is too small.* need 27\d"):
+        tokenizer.train(texts, tmp_path / "t.model", vocab_size=100)
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["\0\u2581\u2585"]])
+def test_training_on_no_text_is_refused(tmp_path, texts):
+    with pytest.raises(DataError, match="there is no text to train a tokenizer on"):
+        tokenizer.train(texts, tmp_path / "t.model", vocab_size=300)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "symbol", ["", " ", "a b", "a\tb", "a\n", "\u2581", "\ud800", "</s>", "<pad>", "<0x41>"]
+)
+def test_an_unusable_symbol_is_refused_by_name(tmp_path, symbol):
+    with pytest.raises(DataError, match="user symbol"):
+        tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330, user_symbols=[symbol])
+
+
+def test_a_symbol_given_twice_is_refused(tmp_path):
+    with pytest.raises(DataError, match="each may be given once"):
+        tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330, user_symbols=["<a>", "<a>"])
+
+
+def test_the_same_texts_and_seed_give_the_same_file(tok, tmp_path):
+    kind = tok.path.rpartition("/")[2].removesuffix(".model")
+    again = tokenizer.train(
+        iter(LINES), tmp_path / "x.model", kind=kind, vocab_size=330, user_symbols=SYMBOLS
+    )
+    assert again.digest == tok.digest
+
+
+def test_the_seed_chooses_the_sample(tmp_path):
+    def digest(seed):
+        options = {"vocab_size": 340, "max_bytes": 5_000, "seed": seed}
+        return tokenizer.train(LINES, tmp_path / f"{seed}.model", **options).digest
+
+    assert digest(1) == digest(1) != digest(2)
+
+
+def test_a_sample_keeps_every_byte_with_the_same_chance():
+    texts = ["a" * 100 + "\n", "b" * 1000 + "\n"] * 500  # 50 kB of a, 500 kB of b
+    sample = "".join(tokenizer._sample(texts, 110_000, 0, None))
+    # One in five of 1000 pieces: 100 of each kind are kept, with standard deviation 9.
+    assert 100_000 < len(sample) <= 110_000
+    assert abs(sample.count("a") - 10_000) < 4_000
+
+
+def test_a_sample_with_room_for_all_is_everything_in_order():
+    pieces = tokenizer._sample(LINES, 10**9, 0, None)
+    assert "".join(pieces) == "".join(LINES).replace("\t", tokenizer.TAB_STAND_IN)
+
+
+def test_training_pieces_are_cut_at_lines_or_words_and_lose_nothing():
+    text = "word " * 3000 + "\n" + "line\n" * 3000 + "x" * 9000
+    pieces = list(tokenizer._training_pieces(text))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 4096
+    assert all(p.endswith(("word", "\n")) or set(p) <= set("x") for p in pieces)
+
+
+def test_one_long_line_is_learnt_from_to_its_end(tmp_path):
+    line = "abc " * 50_000 + "zzyzx " * 2_000
+    tok = tokenizer.train([line], tmp_path / "t.model", vocab_size=275)
+    assert b" zzyzx" in tok.pieces
+
+
+def test_training_reports_what_it_read_and_kept(tmp_path):
+    seen = []
+    tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330, progress=lambda *a: seen.append(a))
+    assert seen and all(kept <= read for read, kept in seen)
+
+
+def test_training_prints_nothing(tmp_path, capfd):
+    tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_fails_the_self_test_is_not_written(tmp_path, monkeypatch):
+    def fail(tok):
+        raise DataError("no")
+
+    monkeypatch.setattr(tokenizer, "_self_test", fail)
+    with pytest.raises(DataError):
+        tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Not a directory|File exists"):
+        tokenizer.train(LINES, tmp_path / "file" / "t.model", vocab_size=330)

@@ -1,0 +1,320 @@
+"""The run: what it promises about resuming, stopping, saving, logging, and refusing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import fingerprints, jaxgpt, make_store, overrides, process_environment, rows, tiny
+
+from jaxgpt import config
+from jaxgpt.errors import ConfigError, DataError, Interrupted, NothingRestorable, NumericsError
+from jaxgpt.train import train
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return make_store(tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture(scope="module")
+def golden(root) -> Path:
+    """A run of 20 steps that nothing disturbed, saved at 5, 10, 15 and 20."""
+    train(tiny(root, "golden"))
+    return root / "golden"
+
+
+def stop_after(monkeypatch, step: int) -> None:
+    """Make the run behave as if SIGTERM came while it computed `step`."""
+    from jaxgpt import runtime
+    from jaxgpt.training import metrics
+
+    push = metrics.RunLog.push
+    stops: list[runtime.Stop] = []
+    enter = runtime.Stop.__enter__
+
+    def remember(self):
+        stops.append(self)
+        return enter(self)
+
+    def push_and_stop(self, number, *args, **kwargs):
+        if number == step:
+            stops[-1].reason = "SIGTERM"
+        return push(self, number, *args, **kwargs)
+
+    monkeypatch.setattr(runtime.Stop, "__enter__", remember)
+    monkeypatch.setattr(metrics.RunLog, "push", push_and_stop)
+
+
+def interrupt_and_finish(monkeypatch, root: Path, run: str, step: int, **changes) -> Path:
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        with pytest.raises(Interrupted) as stopped:
+            train(tiny(root, run, **changes))
+    assert stopped.value.exit_code == 75 and f"step {step} of 20" in str(stopped.value)
+    train(tiny(root, run, **changes))
+    return root / run
+
+
+def test_the_loss_falls(golden):
+    losses = [row["loss"] for row in rows(golden) if "loss" in row]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
+
+
+def test_a_run_stopped_at_any_step_continues_bit_for_bit(monkeypatch, root, golden):
+    for step in (1, 7, 10, 13, 19):  # 11 rows an epoch at 8 a step: inside epochs and at borders
+        resumed = interrupt_and_finish(monkeypatch, root, f"stopped-{step}", step)
+        assert fingerprints(resumed, 20) == fingerprints(golden, 20)
+
+
+def test_dropout_too_is_the_same_after_resuming(monkeypatch, root):
+    train(tiny(root, "dropout", model__dropout=0.1))
+    resumed = interrupt_and_finish(monkeypatch, root, "dropout-stopped", 9, model__dropout=0.1)
+    assert fingerprints(resumed, 20) == fingerprints(root / "dropout", 20)
+
+
+def test_logged_losses_and_rates_are_those_of_an_unbroken_run(monkeypatch, root, golden):
+    resumed = interrupt_and_finish(monkeypatch, root, "logged", 8)
+    exact = ("step", "loss", "lr", "grad_norm", "tokens", "position")
+
+    def table(run: Path) -> list[tuple]:
+        return [tuple(row[key] for key in exact) for row in rows(run) if "loss" in row]
+
+    assert table(resumed) == table(golden)
+
+
+def test_evaluation_logging_and_saving_never_change_the_trajectory(root, golden):
+    train(
+        tiny(root, "watched", eval__every=3, log__every=7, log__tensorboard=True,
+             checkpoint__every=4)
+    )  # fmt: skip
+    assert fingerprints(root / "watched", 20) == fingerprints(golden, 20)
+    assert (root / "watched" / "tensorboard").is_dir()
+
+
+def test_the_last_step_is_saved_when_the_interval_does_not_divide(root):
+    train(tiny(root, "last", train__num_steps=10, checkpoint__every=4))
+    saved = sorted(int(p.name.split(".")[0]) for p in (root / "last/ckpt").glob("*.ok.json"))
+    assert saved == [4, 8, 10]
+
+
+def test_a_finished_run_is_found_out_before_any_step_and_left_alone(root, golden, capsys):
+    before = fingerprints(golden, 20), (golden / "metrics.jsonl").read_bytes()
+    result = train(tiny(root, "golden"))
+    assert result["step"] == 20
+    said = capsys.readouterr().err
+    assert "train.num_steps" in said and "run.overwrite" in said and "run.dir" in said
+    assert fingerprints(golden, 20) == before[0]
+
+
+def test_overwrite_sets_the_old_run_aside_and_starts_again(root):
+    train(tiny(root, "again", train__num_steps=2))
+    train(tiny(root, "again", train__num_steps=3, run__overwrite=True))
+    assert (root / "again/previous-1/ckpt/2.ok.json").exists()
+    assert (root / "again/ckpt/3.ok.json").exists()
+
+
+def test_a_longer_run_goes_on_from_a_shorter_one(root, capsys):
+    train(tiny(root, "longer", train__num_steps=4, optim__schedule="constant"))
+    train(tiny(root, "longer", train__num_steps=6, optim__schedule="constant"))
+    assert "resuming" in capsys.readouterr().err
+    assert [row["step"] for row in rows(root / "longer") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def copy_run(root: Path, golden: Path, name: str) -> Path:
+    shutil.rmtree(root / name, ignore_errors=True)
+    shutil.copytree(golden, root / name)
+    return root / name
+
+
+def flip_a_bit(step_dir: Path) -> None:
+    largest = max((p for p in step_dir.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+def test_a_flipped_bit_sends_the_run_to_the_previous_checkpoint(root, golden, capsys):
+    run = copy_run(root, golden, "flipped")
+    flip_a_bit(run / "ckpt/20")
+    train(tiny(root, "flipped"))
+    said = [line for line in capsys.readouterr().err.splitlines() if "quarantine" in line]
+    assert len(said) == 1 and "20" in said[0]
+    assert list((run / "ckpt/quarantine").iterdir())
+    assert fingerprints(run, 20) == fingerprints(golden, 20)
+
+
+def test_when_all_checkpoints_are_damaged_nothing_starts_afresh(root, golden):
+    run = copy_run(root, golden, "ruined")
+    for step in (5, 10, 15, 20):
+        flip_a_bit(run / "ckpt" / str(step))
+    with pytest.raises(NothingRestorable) as refused:
+        train(tiny(root, "ruined"))
+    assert refused.value.exit_code == 66 and "\n" not in str(refused.value)
+
+
+def test_metrics_without_checkpoints_are_not_a_fresh_start(root, golden):
+    run = copy_run(root, golden, "no-ckpt")
+    shutil.rmtree(run / "ckpt")
+    with pytest.raises(NothingRestorable):
+        train(tiny(root, "no-ckpt"))
+
+
+def test_an_empty_folder_named_like_a_step_is_ignored(root, golden):
+    run = copy_run(root, golden, "stray")
+    (run / "ckpt/30").mkdir()
+    assert train(tiny(root, "stray"))["step"] == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"model__embed_dim": 64}, "embed_dim"),
+        ({"model__num_heads": 2}, "num_heads"),
+        ({"model__seq_len": 8}, "seq_len"),
+        ({"run__seed": 1}, "seed"),
+        ({"optim__beta1": 0.8}, "optim"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_name(root, golden, change, word):
+    run = copy_run(root, golden, "other")
+    with pytest.raises(ConfigError) as refused:
+        train(tiny(root, "other", **change))
+    assert word in str(refused.value)
+    assert fingerprints(run, 20) == fingerprints(golden, 20)
+
+
+def test_a_moved_run_goes_on(monkeypatch, root, golden):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 6)
+        with pytest.raises(Interrupted):
+            train(tiny(root, "here"))
+    (root / "here").rename(root / "there")
+    train(tiny(root, "there"))
+    assert fingerprints(root / "there", 20) == fingerprints(golden, 20)
+
+
+def test_the_run_folder_holds_its_configuration_with_origins_and_its_tokenizer(root, golden):
+    text = (golden / "config.toml").read_text()
+    cfg = config.load(golden / "config.toml")
+    assert cfg.train.num_steps == 20 and "# override" in text
+    assert cfg.model.vocab_size == 320 and "# tokenizer of" in text
+    assert (golden / "tokenizer.model").read_bytes() == (
+        root / "store/tokenizer.model"
+    ).read_bytes()
+
+
+def test_accumulation_changes_nothing_but_rounding(root, golden):
+    train(tiny(root, "accumulated", train__micro_batch=8, train__num_steps=20))
+    whole = [row["loss"] for row in rows(golden) if "loss" in row]
+    parts = [row["loss"] for row in rows(root / "accumulated") if "loss" in row]
+    assert whole == parts  # the same program
+    train(tiny(root, "whole-16", train__global_batch=16, train__num_steps=3))
+    train(tiny(root, "parts-16", train__global_batch=16, train__micro_batch=8, train__num_steps=3))
+    for a, b in zip(rows(root / "whole-16"), rows(root / "parts-16"), strict=True):
+        if "loss" in a:
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"data__store": "/nonexistent/store"}, DataError, ["/nonexistent/store"]),
+        ({"data__store": ""}, ConfigError, ["data.store"]),
+        ({"model__vocab_size": 300}, ConfigError, ["300", "320"]),
+        ({"train__num_steps": 0}, ConfigError, ["train.num_steps", "train.num_tokens"]),
+        ({"train__global_batch": 12}, ConfigError, ["12", "8"]),
+        ({"model__seq_len": 100_000}, DataError, ["100000"]),
+        ({"eval__store": "/nonexistent/eval"}, DataError, ["/nonexistent/eval"]),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line_before_the_first_step(root, change, error, words):
+    with pytest.raises(error) as refused:
+        train(tiny(root, "refused", **change))
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (root / "refused/ckpt").exists()
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(root):
+    (root / "a-file").write_text("")
+    with pytest.raises(ConfigError) as refused:
+        train(tiny(root, "a-file/run"))
+    assert "a-file" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_too_many_non_finite_steps_end_the_run(root):
+    with pytest.raises(NumericsError) as stopped:
+        # Updates of 1e30 overflow float32 within a few steps.
+        train(tiny(root, "nan", optim__lr=1e30, optim__warmup_steps=0, train__max_nonfinite=3))
+    assert stopped.value.exit_code == 79 and "3 steps in a row" in str(stopped.value)
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    """Return when `step` is in the metrics of a run that goes on in another process."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        metrics = run / "metrics.jsonl"
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached: {process.stderr.read()}")
+
+
+def start(root: Path, run: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxgpt.cli", "train", *overrides(root, run)],
+        env=process_environment(8, **environment),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_killed_process_continues_bit_for_bit(root, golden):
+    killed = jaxgpt("train", *overrides(root, "killed"), devices=8, JAXGPT_FAULT="step:12:kill")
+    assert killed.returncode == -signal.SIGKILL
+    finished = jaxgpt("train", *overrides(root, "killed"), "--json", devices=8)
+    assert finished.returncode == 0, finished.stderr
+    assert "resuming" in finished.stderr
+    assert json.loads(finished.stdout)["step"] == 20
+    assert fingerprints(root / "killed", 20) == fingerprints(golden, 20)
+    assert [row["step"] for row in rows(root / "killed") if "loss" in row] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_75_and_the_same_command_goes_on(root, golden, number):
+    run = f"signal-{number.name}"
+    process = start(root, run, JAXGPT_FAULT="step:4:pause")
+    wait_for_step(root / run, 3, process)
+    process.send_signal(number)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 75, said
+    assert "Traceback" not in said
+    finished = jaxgpt("train", *overrides(root, run), devices=8)
+    assert finished.returncode == 0, finished.stderr
+    assert fingerprints(root / run, 20) == fingerprints(golden, 20)
+
+
+def test_a_second_job_in_the_same_folder_is_refused(root):
+    process = start(root, "shared", JAXGPT_FAULT="step:2:pause")
+    wait_for_step(root / "shared", 1, process)
+    second = jaxgpt("train", *overrides(root, "shared"), devices=8)
+    process.kill()
+    process.communicate()
+    assert second.returncode == 64 and str(process.pid) in second.stderr
+
+
+def test_a_full_disk_ends_the_run_with_74_and_keeps_the_good_checkpoint(root):
+    failing = jaxgpt("train", *overrides(root, "full"), devices=8,
+                     JAXGPT_FAULT="publish.temporary:2+:enospc")  # fmt: skip
+    assert failing.returncode == 74, failing.stderr
+    assert "No space left" in failing.stderr and "Traceback" not in failing.stderr
+    assert [p.name for p in (root / "full/ckpt").glob("*.ok.json")] == ["5.ok.json"]
+    assert jaxgpt("train", *overrides(root, "full"), devices=8).returncode == 0

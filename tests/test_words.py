@@ -1,0 +1,68 @@
+"""Words join to the text, respect pieces, and are bounded."""
+
+from __future__ import annotations
+
+import base64
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jaxgpt.data import words
+
+ANY_TEXT = st.text(
+    st.one_of(st.sampled_from(" \n\ta(1\u00e9\u4e2d\u2581"), st.characters()), max_size=60
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ANY_TEXT, st.sampled_from([words.FINE, words.COARSE]))
+def test_words_join_to_the_text(text, pattern):
+    found = [word for block in words.split(pattern, text) for word in block]
+    assert "".join(found) == text
+    assert all(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("if x1 == 20:", ["if", " x", "1", " ==", " 2", "0", ":"]),
+        ("  a  ", ["  a", "  "]),
+        ("foo.bar\n\tbaz", ["foo", ".", "bar", "\n\t", "baz"]),
+        ("caf\u00e9s, no", ["caf\u00e9s,", " no"]),
+        ("(\u201cx\u201d)", ["(\u201cx\u201d)"]),
+        ("a \u2581b", ["a", " ", "\u2581", "b"]),
+    ],
+)
+def test_words_end_where_no_piece_can_go_on(text, expected):
+    assert words.FINE.findall(text) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from(" \n\ta(1\u00e9\u4e2d\u2581"), min_size=30, max_size=90))
+def test_the_block_size_does_not_change_the_words(text):
+    whole = words.FINE.findall(text)
+    assume(max(map(len, whole)) < 20)  # as real blocks are longer than any word
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "BLOCK_CHARS", 20)
+        assert [word for block in words.split(words.FINE, text) for word in block] == whole
+
+
+def test_a_run_without_a_place_to_cut_is_cut_and_counted():
+    text = "x" * 10_000 + " y"
+    found = [word for block in words.split(words.FINE, text) for word in block]
+    assert list(map(len, found)) == [4096, 4096, 1808, 2]
+    assert words.forced_cuts(words.FINE, text) == 2
+
+
+def test_ordinary_long_texts_have_no_forced_cuts():
+    encoded = base64.b64encode(random.Random(0).randbytes(30_000)).decode()
+    assert words.forced_cuts(words.FINE, encoded) == 0  # digits are places to cut
+    assert words.forced_cuts(words.FINE, "word " * 10_000) == 0
+
+
+def test_the_pattern_is_the_finest_that_splits_no_piece():
+    assert words.choose([" the", "\n\t", "9", "\u00e9(", "  "]) is words.FINE
+    assert words.choose([" the", "it's"]) is words.COARSE
+    assert words.choose(["of the"]) is None
