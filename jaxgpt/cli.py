@@ -86,7 +86,7 @@ def build_parser() -> Parser:
     sub = verb(verbs, "eval", "loss, perplexity and bits per byte of a checkpoint")
     sub.add_argument("run", help="run folder, or one step folder in its ckpt/")
     sub.add_argument("--data", action="append", default=[], metavar="[NAME=]PATH",
-                     help="token store or text files; default: the run's held-out data")  # fmt: skip
+                     help="token store or text; default: the run's held-out data")  # fmt: skip
     sub.add_argument("--step", type=int, help="checkpoint step; default: the newest")
     sub.add_argument("--batch", type=int, default=0, help="rows at once; never changes the result")
     sub.add_argument("--max-rows", type=int, default=0, help="rows per set; 0: all")

@@ -7,6 +7,7 @@ asked for the object alone. The rooms are imported where they are used: a verb l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -112,7 +113,7 @@ def tokenizer_train(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def find_tokenizer(name: str) -> Any:
+def open_tokenizer(name: str) -> Any:
     """Return the tokenizer that `name` means: a model file, a token store or a run folder."""
     from jaxgpt.data import tokenizer
 
@@ -122,7 +123,7 @@ def find_tokenizer(name: str) -> Any:
 
 def tokenizer_info(args: argparse.Namespace) -> dict[str, Any]:
     """Describe a tokenizer."""
-    tok = find_tokenizer(args.model)
+    tok = open_tokenizer(args.model)
     result = {
         "path": tok.path,
         "vocab_size": tok.vocab_size,
@@ -137,7 +138,7 @@ def tokenizer_info(args: argparse.Namespace) -> dict[str, Any]:
 
 def tokenizer_encode(args: argparse.Namespace) -> dict[str, Any]:
     """Print the ids of a text."""
-    tok = find_tokenizer(args.model)
+    tok = open_tokenizer(args.model)
     text = " ".join(args.input) if args.input else read_stdin()
     ids = tok.encode(text)
     show(args, " ".join(map(str, ids)))
@@ -146,7 +147,7 @@ def tokenizer_encode(args: argparse.Namespace) -> dict[str, Any]:
 
 def tokenizer_decode(args: argparse.Namespace) -> dict[str, Any]:
     """Print the text of ids."""
-    tok = find_tokenizer(args.model)
+    tok = open_tokenizer(args.model)
     words = args.input or read_stdin().split()
     for word in words:
         if not word.isdigit() or int(word) >= tok.vocab_size:
@@ -227,7 +228,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate a checkpoint on held-out stores or text."""
     from jaxgpt import runtime
-    from jaxgpt.checkpoint.load import load_params
+    from jaxgpt.checkpoint.load import find_tokenizer, load_params
+    from jaxgpt.data import tokenizer
     from jaxgpt.evaluation import perplexity
 
     cfg, params = load_params(args.run, step=args.step)
@@ -236,7 +238,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     results, baselines = {}, {}
     for name, store_or_texts in eval_inputs(args, cfg):
         if isinstance(store_or_texts, list):
-            tok = find_tokenizer(str(run_folder(args.run)))
+            tok = tokenizer.load(find_tokenizer(args.run))
             result = perplexity.evaluate_text(cfg, params, tok, store_or_texts, batch=args.batch)
             raw = "".join(store_or_texts).encode()
         else:
@@ -261,6 +263,7 @@ def eval_inputs(args: argparse.Namespace, cfg: Config) -> Iterator[tuple[str, An
 
     wanted = dict(split_name(text) for text in args.data)
     if not wanted:
+        from jaxgpt.checkpoint.load import run_folder
         from jaxgpt.train import eval_stores
 
         yield from eval_stores(cfg, search=run_folder(args.run)).items()
@@ -279,18 +282,11 @@ def split_name(text: str) -> tuple[str, str]:
     return (name, path) if equals else (text, text)
 
 
-def run_folder(name: str) -> Path:
-    """Return the run folder of a run, its ckpt folder or one of its steps."""
-    path = Path(name)
-    for folder in (path, path.parent, path.parent.parent):
-        if (folder / "ckpt").is_dir():
-            return folder
-    return path
-
-
 def generate(args: argparse.Namespace) -> dict[str, Any]:
     """Write text with a checkpoint: one row as it comes, several when they are done."""
-    from jaxgpt.checkpoint.load import load_params
+    from jaxgpt import runtime
+    from jaxgpt.checkpoint.load import find_tokenizer, load_step
+    from jaxgpt.data import tokenizer
     from jaxgpt.evaluation import generate as generation
     from jaxgpt.evaluation.sampling import Sampling
 
@@ -303,14 +299,17 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
     )
     prompts = [*args.prompt, *(read_lines(args.prompt_file) if args.prompt_file else [])] or [""]
     prompts = [prompt for prompt in prompts for _ in range(max(1, args.samples))]
-    cfg, params = load_params(args.run, step=args.step)
-    from jaxgpt import runtime
-
+    cfg, params, step = load_step(args.run, step=args.step)
     runtime.start_jax(cfg)
-    tok = find_tokenizer(str(run_folder(args.run)))
+    tok = tokenizer.load(find_tokenizer(args.run))
     streaming = len(prompts) == 1 and not args.json
-    if streaming:
-        print(prompts[0], end="", flush=True)
+    shown = False
+
+    def stream(row: int, piece: str) -> None:
+        nonlocal shown
+        print(piece if shown else prompts[row] + piece, end="", flush=True)
+        shown = True
+
     rows = generation.generate(
         cfg.model,
         params,
@@ -321,11 +320,12 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
         seed=args.seed,
         stop_at_eos=not args.ignore_eos,
         window=args.window,
-        on_text=(lambda row, piece: print(piece, end="", flush=True)) if streaming else None,
+        on_text=stream if streaming else None,
         dtype=cfg.train.compute_dtype,
     )
+    keep_samples(args, step, prompts, rows)
     if streaming:
-        print()
+        print("" if shown else prompts[0])
     else:
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), 1):
             show(args, f"--- sample {number} ({row.finished_reason})\n{prompt}{row.text}")
@@ -335,6 +335,20 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
             for prompt, row in zip(prompts, rows, strict=True)
         ]
     }
+
+
+def keep_samples(args: argparse.Namespace, step: int, prompts: list[str], rows: list[Any]) -> None:
+    """Append what was written to `samples.jsonl` of the run, if its folder can be written."""
+    from jaxgpt.checkpoint.load import run_folder
+
+    options = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    common = {"step": step} | {name: getattr(args, name) for name in options}
+    lines = [
+        json.dumps(common | {"prompt": prompt, "text": row.text, "finished": row.finished_reason})
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    with contextlib.suppress(OSError), open(run_folder(args.run) / "samples.jsonl", "a") as file:
+        file.write("\n".join(lines) + "\n")
 
 
 def read_lines(name: str) -> list[str]:

@@ -44,7 +44,7 @@ class RunConfig:
 class TokenizerConfig:
     """How `jaxgpt tokenizer train` makes the subword vocabulary."""
 
-    path: str = opt("", "SentencePiece model file; empty: tokenizer.model beside data.store")
+    path: str = opt("", "SentencePiece model file; empty: tokenizer.model in data.store")
     kind: Literal["bpe", "unigram"] = opt("bpe", "subword algorithm")
     vocab_size: int = opt(8192, "number of ids, specials and the 256 byte pieces included", "ids")
     user_symbols: tuple[str, ...] = opt(
@@ -78,7 +78,9 @@ class DataConfig:
     document_mask: bool = opt(
         False, "true: attention and positions restart at each document; false: plain causal"
     )
-    prefetch: int = opt(4, "batches made ahead of the training step", "batches")
+    prefetch: int = opt(
+        4, "batches made ahead of the training step; changes nothing else", "batches"
+    )
 
 
 @dataclass(frozen=True)

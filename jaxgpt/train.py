@@ -110,6 +110,9 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         claim_folder(run_dir, cfg, say)
 
         # Restore: the newest verified checkpoint, or the initial state in a folder without a run.
+        log: metrics.RunLog | None = (
+            None  # from when it is open, messages go above its progress bar
+        )
         ckpt = Checkpointer(
             run_dir / "ckpt",
             keep=cfg.checkpoint.keep,
@@ -118,7 +121,6 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             config_dict=config.to_dict(cfg),
             log=lambda line: (log.note if log else say)(line),
         )
-        log: metrics.RunLog | None = None
         stack.callback(ckpt.close)
         with dog.phase("compile"):
             restored = ckpt.restore_latest(
@@ -326,9 +328,10 @@ def check_numerics(cfg: Config, fetched: dict[str, float]) -> None:
 
 def describe_probe(probe: Probe) -> str:
     """Return what the gradient check found, in one line."""
-    options = ", ".join(probe.options) or "no compiler options"
+    options = ", ".join(f"{name}={value}" for name, value in probe.options.items())
     return (
-        f"gradients checked in {probe.compute_dtype} ({options}): worst leaf {probe.leaf} off by "
+        f"gradients checked in {probe.compute_dtype} ({options or 'no compiler options'}): worst "
+        f"leaf {probe.leaf} off by "
         f"{probe.leaf_error:.1%}, at most {probe.tolerance:.1%} is rounding"
     )
 

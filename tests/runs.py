@@ -15,7 +15,7 @@ WORDS = "the king of rain went to hall and sang while old stones slept under a r
 
 
 def write_corpus(folder: Path, num_files: int = 40) -> Path:
-    """Write text files of different lengths that only ever repeat a few words; return the folder."""
+    """Write text files of different lengths that only ever repeat a few words."""
     folder.mkdir(parents=True, exist_ok=True)
     state = 1
     for number in range(num_files):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -55,6 +56,13 @@ def with_gradients(function, q, k, v):
     return out, *pull(probe)
 
 
+@functools.cache
+def right(case: str) -> tuple[jax.Array, ...]:
+    options = dict(CASES[case])
+    qkv = inputs(options.pop("heads"))
+    return jax.jit(lambda *x: with_gradients(lambda *y: naive(*y, **options), *x))(*qkv)
+
+
 @pytest.mark.parametrize(
     "case, impl",
     [
@@ -66,12 +74,9 @@ def with_gradients(function, q, k, v):
 )
 def test_values_and_gradients_equal_the_naive_ones(case, impl):
     options = dict(CASES[case])
-    q, k, v = inputs(options.pop("heads"))
-    right = jax.jit(lambda *qkv: with_gradients(lambda *x: naive(*x, **options), *qkv))(q, k, v)
-    mine = jax.jit(lambda *qkv: with_gradients(lambda *x: attend(*x, impl=impl, **options), *qkv))(
-        q, k, v
-    )
-    for a, b in zip(mine, right, strict=True):
+    qkv = inputs(options.pop("heads"))
+    run = jax.jit(lambda *x: with_gradients(lambda *y: attend(*y, impl=impl, **options), *x))
+    for a, b in zip(run(*qkv), right(case), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-6)
 
 
@@ -189,6 +194,8 @@ def test_what_an_implementation_cannot_do_is_refused():
     q, k, v = inputs((2, 2), length=4)
     with pytest.raises(ValueError, match="'dot_product' has neither softcap nor dropout"):
         attend(q, k, v, softcap=2.0, impl="dot_product")
+    with pytest.raises(ValueError, match="dropout = 0.5 needs dropout_keys"):
+        attend(q, k, v, dropout=0.5)
     with pytest.raises(ValueError, match="'flash'"):
         attend(q, k, v, impl="flash")
 

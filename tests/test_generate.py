@@ -319,7 +319,7 @@ def test_cache_and_compute_dtypes_may_differ(compute, stored):
 
 
 def test_a_bfloat16_cache_changes_no_greedy_id_of_a_clear_choice():
-    params = drawn(TINY, 7)
+    params = drawn(TINY, 12)
     context = [E, *TOK.encode("hello world"), *by_hand(TINY, params, "hello world", 12)]
     logits = APPLY(TINY, params, np.array([context + [0] * (T - len(context))]))[0, 11:23]
     first, second = jax.lax.top_k(logits, 2)[0].T
@@ -330,7 +330,7 @@ def test_a_bfloat16_cache_changes_no_greedy_id_of_a_clear_choice():
 
 def test_one_row_in_bfloat16_equals_the_same_row_in_a_batch():
     params = drawn(TINY, 1)
-    options = {"max_new_tokens": 6, "stop_at_eos": False, "dtype": jnp.bfloat16}
+    options = {"max_new_tokens": 6, "stop_at_eos": False, "dtype": "bfloat16"}
     alone = ids_of(TINY, params, TOK, ["hello"], GREEDY, **options)
     assert alone == ids_of(TINY, params, TOK, ["hello", "a"], GREEDY, **options)[:1]
 

@@ -1,4 +1,4 @@
-"""The tokenizer keeps every text, keeps specials apart from text, and is trained reproducibly."""
+"""A tokenizer keeps every text and keeps specials apart from text, or is refused."""
 
 from __future__ import annotations
 
@@ -10,24 +10,17 @@ import threading
 import numpy as np
 import pytest
 import sentencepiece
+from corpora import LINES, SYMBOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgpt.data import model_file, tokenizer, words
-from jaxgpt.errors import DataError, StorageError
+from jaxgpt.errors import DataError
 
-SYMBOLS = ("<|user|>", "<x,y>", '<q"r>', "<a'b>")
-LINES = [
-    f"{verb} the {noun} no {number}:\n\tif {noun}.{verb}(x) > {number}:\n        return '{noun}'\n"
-    for number, verb in enumerate(
-        ["see", "find", "caf\u00e9", "keep", "sort", "walk", "give", "take"] * 9
-    )
-    for noun in ["king", "hall", "list", "\u4e2d\u6587", "house", "tree", "paper", "window"]
-]
 AWKWARD = [
     "a  b", "a\tb", "a\nb", " a", "a ", "", "   ", "\r\n", "a\r\n\r\nb", "\0", "</s>", "<0x41>",
     "\u2581", "a\u2581 \u2581b", "\u2585", " \u2047 ", "\ufeffa", "\u2028\x85", "e\u0301\u00e9",
-    "\U0001f680", "\ufdd0", "\x1f\x1f", "x\u00e9(y", "1\u00bd2", "    x = 1\n",
+    "\U0001f680", "\ufdd0", "\x01\x1f\x1e\x01", "x\u00e9(y", "1\u00bd2", "    x = 1\n",
     "the king \U0001f468\u200d\U0001f469 went",
 ]  # fmt: skip
 
@@ -107,11 +100,6 @@ def test_pieces_are_those_of_sentencepiece(tok):
     assert [k == model_file.CONTROL for k in kinds] == [
         processor.is_control(i) for i in range(len(kinds))
     ]
-
-
-def test_tabs_and_newlines_enter_pieces(bpe):
-    assert any(b"\n\t" in piece for piece in bpe.pieces)
-    assert any(piece == b" " * len(piece) and len(piece) > 3 for piece in bpe.pieces)
 
 
 def test_no_piece_joins_digits(tok):
@@ -261,114 +249,3 @@ def test_a_model_that_loses_text_or_confuses_specials_is_refused(tmp_path, optio
 def test_a_lossless_model_made_elsewhere_is_accepted(tmp_path):
     tok = tokenizer.load(foreign_model(tmp_path))
     assert tok.decode(tok.encode(LINES[0])) == LINES[0]
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_too_small_a_corpus_names_the_reachable_size_which_then_works(tmp_path, kind, capfd):
-    path, texts = tmp_path / "small.model", [f"line {i} says hello" for i in range(20)]
-    with pytest.raises(DataError) as refused:
-        tokenizer.train(texts, path, kind=kind, vocab_size=8000)
-    assert list(tmp_path.iterdir()) == []
-    message = str(refused.value)
-    assert message.startswith("tokenizer.vocab_size = 8000 is too large") and "\n" not in message
-    reachable = int(message.split("at most ")[1].split()[0])
-    assert tokenizer.train(texts, path, kind=kind, vocab_size=reachable).vocab_size == reachable
-    assert capfd.readouterr().err == ""
-
-
-def test_too_small_a_vocabulary_names_the_least_that_is_needed(tmp_path):
-    # 3 specials, 256 bytes, and the characters of "line 0..9 says hello": 10 digits, 8 letters
-    # and the space, but for those among the rarest 0.05 %.
-    texts = [f"line {i} says hello" for i in range(20)]
-    with pytest.raises(DataError, match=r"vocab_size = 100 is too small.* need 27\d"):
-        tokenizer.train(texts, tmp_path / "t.model", vocab_size=100)
-
-
-@pytest.mark.parametrize("texts", [[], [""], ["\0\u2581\u2585"]])
-def test_training_on_no_text_is_refused(tmp_path, texts):
-    with pytest.raises(DataError, match="there is no text to train a tokenizer on"):
-        tokenizer.train(texts, tmp_path / "t.model", vocab_size=300)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "symbol", ["", " ", "a b", "a\tb", "a\n", "\u2581", "\ud800", "</s>", "<pad>", "<0x41>"]
-)
-def test_an_unusable_symbol_is_refused_by_name(tmp_path, symbol):
-    with pytest.raises(DataError, match="user symbol"):
-        tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330, user_symbols=[symbol])
-
-
-def test_a_symbol_given_twice_is_refused(tmp_path):
-    with pytest.raises(DataError, match="each may be given once"):
-        tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330, user_symbols=["<a>", "<a>"])
-
-
-def test_the_same_texts_and_seed_give_the_same_file(tok, tmp_path):
-    kind = tok.path.rpartition("/")[2].removesuffix(".model")
-    again = tokenizer.train(
-        iter(LINES), tmp_path / "x.model", kind=kind, vocab_size=330, user_symbols=SYMBOLS
-    )
-    assert again.digest == tok.digest
-
-
-def test_the_seed_chooses_the_sample(tmp_path):
-    def digest(seed):
-        options = {"vocab_size": 340, "max_bytes": 5_000, "seed": seed}
-        return tokenizer.train(LINES, tmp_path / f"{seed}.model", **options).digest
-
-    assert digest(1) == digest(1) != digest(2)
-
-
-def test_a_sample_keeps_every_byte_with_the_same_chance():
-    texts = ["a" * 100 + "\n", "b" * 1000 + "\n"] * 500  # 50 kB of a, 500 kB of b
-    sample = "".join(tokenizer._sample(texts, 110_000, 0, None))
-    # One in five of 1000 pieces: 100 of each kind are kept, with standard deviation 9.
-    assert 100_000 < len(sample) <= 110_000
-    assert abs(sample.count("a") - 10_000) < 4_000
-
-
-def test_a_sample_with_room_for_all_is_everything_in_order():
-    pieces = tokenizer._sample(LINES, 10**9, 0, None)
-    assert "".join(pieces) == "".join(LINES).replace("\t", tokenizer.TAB_STAND_IN)
-
-
-def test_training_pieces_are_cut_at_lines_or_words_and_lose_nothing():
-    text = "word " * 3000 + "\n" + "line\n" * 3000 + "x" * 9000
-    pieces = list(tokenizer._training_pieces(text))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= 4096
-    assert all(p.endswith(("word", "\n")) or set(p) <= set("x") for p in pieces)
-
-
-def test_one_long_line_is_learnt_from_to_its_end(tmp_path):
-    line = "abc " * 50_000 + "zzyzx " * 2_000
-    tok = tokenizer.train([line], tmp_path / "t.model", vocab_size=275)
-    assert b" zzyzx" in tok.pieces
-
-
-def test_training_reports_what_it_read_and_kept(tmp_path):
-    seen = []
-    tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330, progress=lambda *a: seen.append(a))
-    assert seen and all(kept <= read for read, kept in seen)
-
-
-def test_training_prints_nothing(tmp_path, capfd):
-    tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_model_that_fails_the_self_test_is_not_written(tmp_path, monkeypatch):
-    def fail(tok):
-        raise DataError("no")
-
-    monkeypatch.setattr(tokenizer, "_self_test", fail)
-    with pytest.raises(DataError):
-        tokenizer.train(LINES, tmp_path / "t.model", vocab_size=330)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="Not a directory|File exists"):
-        tokenizer.train(LINES, tmp_path / "file" / "t.model", vocab_size=330)

@@ -32,15 +32,15 @@ VARIETY = {
 }  # fmt: skip
 
 
-def random_params(cfg: ModelConfig, seed: int = 0) -> Params:
+def random_params(cfg: ModelConfig, spread: float = 0.2) -> Params:
     """Return parameters that all differ from their initial values, drawn by numpy (no compiling).
 
-    Matrices are wide enough that every logit depends visibly on every token it may see.
+    The spread is wide enough that every logit depends visibly on every token it may see.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def draw(spec: ParamSpec) -> np.ndarray:
         usual = spec.init[1] if spec.init[0] == "constant" else 0.0
-        return np.float32(usual + 0.2 * rng.normal(size=spec.shape))
+        return np.float32(usual + spread * rng.normal(size=spec.shape))
 
     return jax.tree.map(draw, specs(cfg))

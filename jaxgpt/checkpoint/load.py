@@ -41,6 +41,19 @@ def load_params(
     Nothing is moved or deleted. Raises NothingRestorable, StorageError, and ConfigError for a
     configuration that this version does not know.
     """
+    cfg, loaded, _ = load_step(path, step, dtype, shardings=shardings, log=log)
+    return cfg, loaded
+
+
+def load_step(
+    path: str | Path,
+    step: int | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    shardings: Callable[[Config], Params] | None = None,
+    log: Callable[[str], None] = print_line,
+) -> tuple[Config, Params, int]:
+    """Return what `load_params` does, and the step it is from."""
     root, named = _locate(Path(path))
     step = named if step is None else step
     tried: list[str] = []
@@ -59,8 +72,13 @@ def load_params(
             continue
         if dtype is not None:
             loaded = jax.tree.map(lambda leaf: leaf.astype(dtype), loaded)
-        return cfg, loaded
+        return cfg, loaded, candidate
     raise NothingRestorable(f"{root}: no checkpoint passes verification: {'; '.join(tried)}")
+
+
+def run_folder(path: str | Path) -> Path:
+    """Return the run folder of a path that `load_params` takes; raises NothingRestorable."""
+    return _locate(Path(path))[0].parent
 
 
 def find_tokenizer(path: str | Path) -> Path:

@@ -63,7 +63,7 @@ class BatchStream:
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=1)
         self._outcome: BaseException | None = None  # why the iteration is over
         self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
-        self._tf = import_tensorflow()  # here and not in the thread: an import at exit would hang
+        self._tf = import_tensorflow()  # not in the thread: it may still run when the process exits
         atexit.register(self.close)
         for _ in range(READERS):
             threading.Thread(target=self._work, name="batch-reader", daemon=True).start()

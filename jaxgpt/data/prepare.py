@@ -26,8 +26,8 @@ from jaxgpt.data.shard import storage_errors, sync_directory
 from jaxgpt.data.sources import Partition
 from jaxgpt.data.store import open_store, write_atomic, write_manifest
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.data.workers import SHARD_SUFFIX, SPLITS, Task, run_tasks
-from jaxgpt.errors import ConfigError, DataError
+from jaxgpt.data.workers import COUNTED, SHARD_SUFFIX, SPLITS, Task, run_tasks
+from jaxgpt.errors import ConfigError, DataError, StorageError
 
 VERSION = 1  # of the documents, ids and shards that a key stands for
 FINISHED, JOURNAL, MODEL = "prepared.json", ".prepare", "tokenizer.model"
@@ -50,8 +50,8 @@ def prepare(cfg: Config, progress: Progress | None = None, workers: int = 0) -> 
     if not isinstance(cfg.data.store, str) or not cfg.data.store:
         raise ConfigError("data.store: `prepare` needs the folder of one store")
     store = Path(cfg.data.store)
-    tok = _load_tokenizer(cfg, store)
     parts = sources.partitions(cfg.data)
+    tok = _load_tokenizer(cfg, store)
     key = _key(cfg.data, tok, parts)
     with storage_errors(store):
         store.mkdir(parents=True, exist_ok=True)
@@ -124,8 +124,13 @@ def _finished(store: Path, key: dict) -> dict | None:
             "delete the folder or choose another data.store"
         )
     for split in SPLITS:
-        if open_store(store / split).digest != report[split]["digest"]:
-            raise DataError(f"{store / split}: not what `prepare` wrote; delete {store}")
+        try:
+            intact = open_store(store / split).digest == report[split]["digest"]
+            problem = f"{store / split} holds other data than `prepare` wrote"
+        except (DataError, StorageError) as error:
+            intact, problem = False, str(error)
+        if not intact:
+            raise DataError(f"{store} is damaged, delete it and prepare again: {problem}")
     shutil.rmtree(store / JOURNAL, ignore_errors=True)
     return report
 
@@ -137,22 +142,33 @@ def _changes(old: dict, new: dict) -> str:
 
 def _open_journal(store: Path, key: dict) -> dict[int, dict]:
     """Return the results of finished partitions; the work of another key is thrown away."""
-    journal, results = store / JOURNAL, {}
+    journal = store / JOURNAL
+    key_file, results = journal / "key.json", {}
     with contextlib.suppress(FileNotFoundError, ValueError):
-        if json.loads((journal / "key.json").read_bytes()) == key:
+        if json.loads(key_file.read_bytes()) == key:
             for path in journal.glob("[0-9]*.json"):
-                results[int(path.stem)] = json.loads(path.read_bytes())
+                result = json.loads(path.read_bytes())
+                if _shards_exist(store, result):
+                    results[int(path.stem)] = result
     if not results:
-        for split in reversed(SPLITS):  # train first: a store without it is not taken for one
-            shutil.rmtree(store / split, ignore_errors=True)
-        shutil.rmtree(journal, ignore_errors=True)
-    for split in SPLITS:
-        (store / split).mkdir(exist_ok=True)
-    journal.mkdir(exist_ok=True)
+        key_file.unlink(missing_ok=True)  # first, so that no later run trusts what remains
+        for folder in (*(store / split for split in reversed(SPLITS)), journal):
+            shutil.rmtree(folder, ignore_errors=True)
+    for folder in (journal, *(store / split for split in SPLITS)):
+        folder.mkdir(exist_ok=True)
     for left in journal.glob("run-*"):  # of a killed run; its last workers may still write there
         shutil.rmtree(left, ignore_errors=True)
-    write_atomic(journal / "key.json", json.dumps(key).encode())
+    write_atomic(key_file, json.dumps(key).encode())
     return results
+
+
+def _shards_exist(store: Path, result: dict) -> bool:
+    shards = [
+        (store / split / shard["name"], shard["size"])
+        for split in SPLITS
+        for shard in result[split]
+    ]
+    return all(path.is_file() and path.stat().st_size == size for path, size in shards)
 
 
 def _keep_model(tok: Tokenizer, path: Path) -> None:
@@ -240,12 +256,13 @@ def _publish(cfg: DataConfig, store: Path, tok: Tokenizer, key: dict, results: l
 
 def _report(cfg: DataConfig, results: list[dict]) -> dict:
     """Return counts of all sources together, and of each under "sources"."""
-    per_source = {source: (Counter(), []) for source in cfg.sources}
+    zero = dict.fromkeys(COUNTED, 0)
+    per_source = {source: (Counter(zero), []) for source in cfg.sources}
     for result in results:
         counts, places = per_source[result["source"]]
         counts.update(result["counts"])
         places += result["places"]
-    everything, all_places = Counter(), []
+    everything, all_places = Counter(zero), []
     entries = []
     for source, (counts, places) in per_source.items():
         entries.append({"source": source} | _summary(counts, places))

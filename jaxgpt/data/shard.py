@@ -126,6 +126,7 @@ def write_shard(
 
 def _check_ids(ids: np.ndarray, where: str, vocab_size: int, eos_id: int) -> None:
     assert np.ndim(ids) == 1 and len(ids), f"{where} is empty: skip and count it before"
+    assert np.asarray(ids).dtype.kind in "iu", f"{where}: ids are integers"
     low, high = int(np.min(ids)), int(np.max(ids))
     if low < 0 or high >= vocab_size:
         raise DataError(f"{where} has ids {low}..{high}, the vocabulary has 0..{vocab_size - 1}")

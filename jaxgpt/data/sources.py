@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from jaxgpt.config import DataConfig
@@ -69,6 +70,8 @@ def partitions(cfg: DataConfig) -> list[Partition]:
     for source in cfg.sources:
         if source in entries:
             raise DataError(f"data.sources lists {source!r} twice")
+        if _holds(source, cfg.store):
+            raise DataError(f"data.store = {cfg.store!r} lies inside data.sources {source!r}")
         entries[source] = list(_slices(source, cfg, seen))
     total = sum(part.size for slices in entries.values() for part in slices)
     target = min(cfg.partition_bytes, max(MIN_PARTITION_BYTES, total // MANY_PARTITIONS))
@@ -161,6 +164,13 @@ def _files(source: str) -> list[str]:
     return found
 
 
+def _holds(source: str, store: str | dict[str, float]) -> bool:
+    """Return whether the store to be written lies in a folder that is to be read."""
+    folder = os.path.expanduser(source)
+    inside = os.path.realpath(store) if isinstance(store, str) and store else ""
+    return os.path.isdir(folder) and Path(inside).is_relative_to(os.path.realpath(folder))
+
+
 def _kind(path: str) -> Literal["text", "json", "parquet"]:
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
     if path.lower().endswith(".parquet"):
@@ -203,11 +213,18 @@ def _cut(part: Slice, target: int) -> Iterator[Slice]:
 
 
 def _group(pieces: Iterable[Slice], target: int) -> Iterator[tuple[Slice, ...]]:
+    """Yield runs of slices of about `target` bytes; slices that adjoin in a file become one."""
     group: list[Slice] = []
+    size = 0
     for piece in pieces:
-        group.append(piece)
-        if sum(part.size for part in group) >= target:
+        size += piece.size
+        last = group[-1] if group else None
+        if last and (last.path, last.stop) == (piece.path, piece.start):
+            group[-1] = replace(last, stop=piece.stop, size=last.size + piece.size)
+        else:
+            group.append(piece)
+        if size >= target:
             yield tuple(group)
-            group = []
+            group, size = [], 0
     if group:
         yield tuple(group)

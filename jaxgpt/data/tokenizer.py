@@ -34,8 +34,8 @@ MAX_MODEL_BYTES = 64 << 20
 CACHE_CHARS = 1 << 20  # words are remembered up to this total: about 40 MB with their ids
 
 # The trainer uses a tab as a boundary mark, so tabs are trained as this character and put back.
-TAB_STAND_IN = "\x1f"
-_UNTRAINABLE = re.compile(f"[\0{TAB_STAND_IN}{SPACE}\u2585\ud800-\udfff]+")  # 2585: trainer's unk
+TAB_STAND_IN = "\x01"
+_UNTRAINABLE = re.compile(f"[\0\x1f{TAB_STAND_IN}{SPACE}\u2585\ud800-\udfff]+")  # its other marks
 _TRAINING_CHARS = 4096  # a text is cut to this length for training, so that none is too long
 
 # What a model must bring back unchanged before it is written or used.

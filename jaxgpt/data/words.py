@@ -49,6 +49,17 @@ def split(pattern: re.Pattern, text: str) -> Iterator[list[str]]:
 
 def forced_cuts(pattern: re.Pattern, text: str) -> int:
     """Return the number of words cut for their length: there ids may differ from whole encoding."""
-    if max(map(len, text.split(" "))) < LONGEST_WORD and " " * LONGEST_WORD not in text:
+    if not _has_long_run(text):
         return 0
     return sum(len(w) >= LONGEST_WORD for words in split(pattern, text) for w in words)
+
+
+def _has_long_run(text: str) -> bool:
+    """Return whether LONGEST_WORD spaces, or as many other characters, follow one another."""
+    if " " * LONGEST_WORD in text:
+        return True
+    for start in range(0, len(text), BLOCK_CHARS):  # blocks overlap, so that no run is missed
+        runs = text[start : start + BLOCK_CHARS + LONGEST_WORD].split(" ")
+        if max(map(len, runs)) >= LONGEST_WORD:
+            return True
+    return False

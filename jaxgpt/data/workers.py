@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -33,6 +34,10 @@ from jaxgpt.errors import DataError, Interrupted
 
 SPLITS = ("valid", "train")  # in the order of publication
 SHARD_SUFFIX = ".shard"
+COUNTED = (
+    "documents", "empty", "bytes", "tokens", "byte_tokens", "forced_cuts", "bad_replaced",
+    "bad_skipped",
+)  # fmt: skip
 BATCH_CHARS = 1 << 20  # documents are encoded in batches of about this size
 
 Encoded = tuple[np.ndarray, int, str]  # what write_shard takes: ids, UTF-8 bytes, origin
@@ -62,8 +67,7 @@ def run_tasks(tasks: list[Task], workers: int) -> Iterator[tuple[Task, dict]]:
         return
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads can deadlock
     stop = context.Event()
-    initial = (stop, os.getpid())
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, initial)
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (stop,))
     try:
         futures = {pool.submit(prepare_partition, task): task for task in tasks}
         for future in concurrent.futures.as_completed(futures):
@@ -78,19 +82,20 @@ def run_tasks(tasks: list[Task], workers: int) -> Iterator[tuple[Task, dict]]:
         pool.shutdown(cancel_futures=True)
 
 
-_run: tuple[Event, int] | None = None  # in a worker: set when the run ends early, and its parent
+_stop: Event | None = None  # in a worker: set when its run ends early
 
 
-def _start_worker(stop: Event, parent: int) -> None:
-    global _run
-    _run = stop, parent
+def _start_worker(stop: Event) -> None:
+    global _stop
+    _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _check_wanted() -> None:
-    """Stop a worker whose run has failed elsewhere, or whose parent is gone."""
-    if _run and (_run[0].is_set() or os.getppid() != _run[1]):
-        raise Interrupted("the run has ended")
+def _end_with_parent() -> None:
+    """End this worker when its parent dies; without work it would wait for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 @functools.lru_cache(maxsize=1)
@@ -105,7 +110,7 @@ def prepare_partition(task: Task) -> dict:
     """Write the shards of a partition under `task.folder`; return its result (see `run_tasks`)."""
     tok = _load(task.model, task.digest)
     bad = sources.bad_records(task.cfg, task.partition)
-    counts = Counter(documents=0, empty=0, bytes=0, tokens=0, byte_tokens=0, forced_cuts=0)
+    counts = Counter(dict.fromkeys(COUNTED, 0))
     documents = sources.documents(task.cfg, task.partition, bad)
     encoded = _encode(tok, documents, counts)
     with storage_errors(Path(task.folder)):
@@ -127,7 +132,8 @@ def _encode(
 ) -> Iterator[tuple[bytes, Encoded]]:
     """Yield the UTF-8 bytes and the encoded form of each document that has text."""
     for batch in _batches(documents):
-        _check_wanted()
+        if _stop and _stop.is_set():
+            raise Interrupted("another part of this run has failed or was interrupted")
         counts["empty"] += sum(not text for text, _ in batch)
         batch = [document for document in batch if document.text]
         encoded = tok.encode_batch([text for text, _ in batch])

@@ -97,6 +97,7 @@ def generate(
     """
     if not prompts:
         return []
+    dtype = jnp.dtype(dtype)
     rows = _open_rows(cfg, tok, prompts, max_new_tokens, window)
     decoders = [tok.stream_decoder() for _ in rows] if on_text else []
     indices = list(range(len(rows)) if indices is None else indices)
@@ -127,7 +128,7 @@ def generate(
             if new_id < 0:
                 raise NumericsError(
                     f"generate: logits of prompt {index} at position {row.context - 1} are not "
-                    f"finite in {jnp.dtype(dtype)}; look for NaN in the checkpoint, or use float32"
+                    f"finite in {dtype}; look for NaN in the checkpoint, or use float32"
                 )
             row.ids.append(new_id)
             row.logprobs.append(logprob)

@@ -42,6 +42,8 @@ def attend(
     row's key and its index alone, so it is the same for every `impl`. Raises ValueError for an
     `impl` that cannot do what is asked.
     """
+    if dropout and dropout_keys is None:
+        raise ValueError(f"attention dropout = {dropout} needs dropout_keys, one per row")
     plain = not (softcap or dropout)
     impl = impl or default_impl(q, plain=plain, unmasked=segment_ids is None and not window)
     if impl in ("dot_product", "cudnn"):
@@ -53,7 +55,7 @@ def attend(
     weigh = partial(_weigh, softcap=softcap, dropout=dropout, dropout_keys=dropout_keys)
     T = q.shape[1]
     rows = max(BLOCK, -(-T // MAX_BLOCKS)) if impl == "blocks" else T
-    q, k, v = _by_head(q, k), k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, G, T, H], [B, K, S, H]
+    q, k, v = _by_head(q, k, v)
     outputs = []
     # The loop is unrolled and all slices are static: no work is done above the diagonal or left of
     # the window, and a block's scores stay in cache.
@@ -86,8 +88,7 @@ def attend_cached(
     if window:
         visible &= slots > query - window
     visible = visible[:, None, None]  # [B, 1, 1, T, S]
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    return _by_token(_weigh(_by_head(q, k.swapaxes(1, 2)), k, v, visible, softcap=softcap))
+    return _by_token(_weigh(*_by_head(q, k, v), visible, softcap=softcap))
 
 
 def default_impl(q: Array, *, plain: bool, unmasked: bool) -> Impl:
@@ -98,7 +99,8 @@ def default_impl(q: Array, *, plain: bool, unmasked: bool) -> Impl:
         return "reference"
     cuda = "cuda" in jax.devices()[0].client.platform_version
     half, width = q.dtype in (jnp.bfloat16, jnp.float16), q.shape[-1]
-    return "cudnn" if cuda and half and unmasked and width % 8 == 0 <= 128 else "dot_product"
+    fits = half and width % 8 == 0 and width <= 128  # cuDNN's limits, all generations
+    return "cudnn" if cuda and unmasked and fits else "dot_product"
 
 
 def _dot_product(
@@ -127,18 +129,23 @@ def _weigh(
     first_key: int = 0,
 ) -> Array:
     """Return the weighted values [B, K, G, t, H] of q [B, K, G, t, H], k and v [B, K, s, H]."""
-    q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    scores = jnp.einsum("bkgth,bksh->bkgts", q, k).astype(jnp.float32)
+    B, K, G, t, H = q.shape
+    # Products of plain matrices, the queries of a group below each other: with G and t apart,
+    # XLA:CPU transposes for dK and dV, and 4 of 16 products of two layers miss oneDNN.
+    q = (q * jnp.asarray(H**-0.5, q.dtype)).reshape(B, K, G * t, H)
+    scores = jnp.einsum("bkrh,bksh->bkrs", q, k).astype(jnp.float32)
+    scores = scores.reshape(B, K, G, t, -1)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, MASKED)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = weights.sum(-1, keepdims=True)
-    if dropout and dropout_keys is not None:
+    if dropout:
         keep = _keep(dropout_keys, 1 - dropout, weights.shape, first_query, first_key)
         weights = jnp.where(keep, weights / (1 - dropout), 0.0)
     # Dividing after the product touches [t, H] instead of [t, s] numbers.
-    out = jnp.einsum("bkgts,bksh->bkgth", weights.astype(v.dtype), v)
+    weights = weights.astype(v.dtype).reshape(B, K, G * t, -1)
+    out = jnp.einsum("bkrs,bksh->bkrh", weights, v).reshape(B, K, G, t, H)
     return (out.astype(jnp.float32) / total).astype(v.dtype)
 
 
@@ -161,10 +168,12 @@ def _keep(
     return keep.transpose(0, 3, 1, 2).reshape(B, K, G, t, s)
 
 
-def _by_head(q: Array, k: Array) -> Array:
+def _by_head(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Return q [B, K, G, T, H], k and v [B, K, S, H]: heads before tokens, queries grouped."""
     B, T, N, H = q.shape
     K = k.shape[2]
-    return q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+    return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
 def _by_token(out: Array) -> Array:

@@ -156,8 +156,11 @@ def _mlp(cfg: ModelConfig, p: LayerParams, h: Array, call: Call) -> Array:
 
 
 def linear(x: Array, w: Array, bias: Array | None, dtype: DTypeLike) -> Array:
-    """Return x [..., I] @ w [I, O] + bias in `dtype`, to which w is cast here."""
-    return add_bias(x @ w.astype(dtype), bias)
+    """Return x [B, T, I] @ w [I, O] + bias in `dtype`, to which w is cast here."""
+    B, T, _ = x.shape
+    # Two axes: with three, XLA:CPU transposes both operands of each weight gradient.
+    out = x.reshape(B * T, -1) @ w.astype(dtype)
+    return add_bias(out.reshape(B, T, -1), bias)
 
 
 def add_bias(x: Array, bias: Array | None) -> Array:

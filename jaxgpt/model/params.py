@@ -235,8 +235,8 @@ def abstract(specs: Params, dtype: DTypeLike = jnp.float32) -> Params:
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
 
 
-def count(specs: Params) -> int:
-    """Return the number of parameters; a tied head counts once."""
+def count(specs: Any) -> int:
+    """Return the number of parameters in a tree of specs; a tied head counts once."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs))
 
 

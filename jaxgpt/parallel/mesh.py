@@ -68,7 +68,7 @@ def platform(mesh: Mesh | None) -> str:
 
 
 def check_batch(mesh: Mesh, global_batch: int, micro_rows: int) -> None:
-    """Raise ConfigError unless rows divide evenly over micro-batches, processes and devices.
+    """Raise ConfigError unless rows divide evenly over micro-batches and devices.
 
     The message names the numbers and the nearest sizes that would work; nothing is ever rounded.
     """
@@ -86,11 +86,6 @@ def check_batch(mesh: Mesh, global_batch: int, micro_rows: int) -> None:
             f"{name} = {micro_rows} rows do not divide over {shards} devices "
             f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})"
             f"{_over(processes)}; nearest: {_nearest(micro_rows, shards)}"
-        )
-    elif global_batch % processes:
-        problems.append(
-            f"train.global_batch = {global_batch} rows do not divide over {processes} processes; "
-            f"nearest: {_nearest(global_batch, processes)}"
         )
     if problems:
         raise ConfigError(*problems)

@@ -46,9 +46,7 @@ class Unsharded(NamedTuple):
     bytes: int  # what each device holds of the parameter, in float32
 
 
-def partition(
-    mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
-) -> PartitionSpec:
+def partition(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
     """Return how an array is split: by `RULES`, where the size divides, each mesh axis once."""
     used: set[str] = set()
     entries: list[tuple[str, ...] | None] = []
@@ -150,9 +148,7 @@ def constrain(x: Array, axes: tuple[str | None, ...], *, mesh: Mesh | None) -> A
     """
     if mesh is None or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, partition(mesh, x.shape, axes))
-    )
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition(mesh, x.shape, axes)))
 
 
 def _wanted(mesh: Mesh, axis: str | None) -> tuple[str, ...]:

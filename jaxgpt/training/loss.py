@@ -21,6 +21,8 @@ from jaxgpt.parallel.sharding import constrain
 
 Array = jax.Array
 
+SPLIT_HEAD = ("batch", "vocab", None)  # logical axes of the head gradient's partial sums [S, V, D]
+
 
 class LossSums(NamedTuple):
     """Sums over the tokens of a batch, float32 scalars; divide by `weight` last of all."""
@@ -91,14 +93,10 @@ def next_token_sums(
             opt = _Options(z_loss, softcap, jnp.dtype(dtype), T, None)
             total, nll = _sums(_logits(hidden, head, opt)[0], targets, weights, opt)
         else:
-            shards = batch_shards(mesh)
             tokens = chunk or chunk_tokens(head.shape[0], platform(mesh))
-            most = max(1, tokens * shards // B)  # positions of all rows that make up a chunk
-            positions = -(-T // -(-T // most))  # equal chunks, as many as needed
-            whole = mesh is None or B % shards  # rows that do not divide are not split
-            opt = _Options(
-                z_loss, softcap, jnp.dtype(dtype), positions, None if whole else mesh
-            )
+            mesh = None if B % batch_shards(mesh) else mesh  # rows that do not divide stay whole
+            positions = _positions(T, tokens * batch_shards(mesh) // B)
+            opt = _Options(z_loss, softcap, jnp.dtype(dtype), positions, mesh)
             total, nll = _chunked(hidden, head, targets, weights, opt)
         return LossSums(total, jax.lax.stop_gradient(nll), weights.sum())
 
@@ -122,7 +120,7 @@ def token_losses(
     targets = jnp.where(used, targets, 0)
     B, T, _ = hidden.shape
     tokens = chunk or chunk_tokens(head.shape[0], platform(None))
-    opt = _Options(0.0, float(softcap), jnp.dtype(dtype), min(T, max(1, tokens // B)), None)
+    opt = _Options(0.0, float(softcap), jnp.dtype(dtype), _positions(T, tokens // B), None)
     head = head.astype(opt.dtype)
 
     def body(carry: None, part: tuple[Array, ...]) -> tuple[None, Array]:
@@ -142,6 +140,11 @@ def chunk_tokens(vocab_size: int, platform: str) -> int:
     """
     mebibytes, least = (32, 256) if platform == "cpu" else (1024, 4096)
     return max(least, mebibytes * 2**20 // (4 * vocab_size))
+
+
+def _positions(T: int, most: int) -> int:
+    """Return the positions per chunk, at most `most`, that make the chunks of T nearly equal."""
+    return -(-T // -(-T // max(1, most)))
 
 
 def _logits(hidden: Array, head: Array, opt: _Options) -> tuple[Array, Array]:
@@ -165,9 +168,7 @@ def _token_terms(logits: Array, targets: Array) -> tuple[Array, Array]:
     return jnp.where(inside, lse - label, jnp.nan), lse
 
 
-def _sums(
-    logits: Array, targets: Array, weights: Array, opt: _Options
-) -> tuple[Array, Array]:
+def _sums(logits: Array, targets: Array, weights: Array, opt: _Options) -> tuple[Array, Array]:
     """Return the weighted sums (total, nll) of logits [..., V]."""
     nll, lse = _token_terms(logits, targets)
     nll = jnp.where(weights != 0, weights * nll, 0.0)
@@ -194,9 +195,7 @@ def _chunked_forward(
     hidden: Array, head: Array, targets: Array, weights: Array, opt: _Options
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Return (total, nll) and, as residuals, the gradients of total: hidden's and the head's."""
-    like = hidden
-    hidden, cast, targets, weights = _prepare(hidden, head, targets, weights, opt)
-    S, V = hidden.shape[0], head.shape[0]
+    h, cast, t, w = _prepare(hidden, head, targets, weights, opt)
 
     def body(carry: tuple, part: tuple[Array, ...]) -> tuple[tuple, Array]:
         (sums, head_grad), (h, t, w) = carry, part
@@ -212,12 +211,13 @@ def _chunked_forward(
         h_grad = jnp.einsum("sbtv,vd->sbtd", grad, cast)
         # A partial sum per shard of the rows: devices meet once, after the last chunk.
         head_grad = head_grad + jnp.einsum("sbtv,sbtd->svd", grad, h).astype(jnp.float32)
-        return (sums, _place(head_grad, (_SHARD, "vocab", None), opt)), h_grad
+        return (sums, _place(head_grad, SPLIT_HEAD, opt)), h_grad
 
-    start = _place(jnp.zeros((S, V, head.shape[1]), jnp.float32), (_SHARD, "vocab", None), opt)
+    start = _place(jnp.zeros((h.shape[0], *head.shape), jnp.float32), SPLIT_HEAD, opt)
     carry = ((jnp.float32(0), jnp.float32(0)), start)
-    (sums, head_grad), h_grad = _scan(body, carry, (hidden, targets, weights), opt.chunk)
-    return sums, (h_grad.reshape(like.shape).astype(like.dtype), head_grad.sum(0).astype(head.dtype))
+    (sums, head_grad), h_grad = _scan(body, carry, (h, t, w), opt.chunk)
+    h_grad = h_grad.reshape(hidden.shape).astype(hidden.dtype)
+    return sums, (h_grad, head_grad.sum(0).astype(head.dtype))
 
 
 def _chunked_backward(
@@ -229,7 +229,6 @@ def _chunked_backward(
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
-_SHARD = "batch"
 
 
 def _prepare(
@@ -240,7 +239,7 @@ def _prepare(
 
     def split(x: Array) -> Array:
         x = x.reshape(S, x.shape[0] // S, *x.shape[1:])  # [S, b, T, ...]
-        return _place(x, (_SHARD, *(None,) * (x.ndim - 1)), opt)
+        return _place(x, ("batch", *(None,) * (x.ndim - 1)), opt)
 
     head = _place(head.astype(opt.dtype), ("vocab", None), opt)
     return split(hidden.astype(opt.dtype)), head, split(targets), split(weights)
@@ -255,9 +254,9 @@ def _add(sums: tuple[Array, ...], more: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def _scan(body: Any, carry: Any, arrays: tuple[Array, ...], chunk: int) -> tuple[Any, Any]:
-    """Scan `body` over chunks of the T axis of arrays [..., T] and [..., T, D], and join its output.
+    """Scan `body` over chunks of T, and join what it puts out along T; a rest is a last call.
 
-    The axis T is the first one at which `arrays[1]` (targets) ends. A shorter rest is a last call.
+    arrays: hidden [..., T, D], targets [..., T], and perhaps weights [..., T].
     """
     axis = arrays[1].ndim - 1
     T = arrays[1].shape[axis]

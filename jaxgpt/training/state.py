@@ -30,8 +30,8 @@ class TrainState:
     step: Array  # updates attempted; the next is number step + 1
     params: parameters.Params
     opt_state: OptState
-    skipped: Array  # of these, how many changed nothing (not finite, or no loss token)
-    skipped_in_row: Array  # how many of the latest, without one that worked
+    skipped: Array  # of these, how many changed nothing: not finite, or without a loss token
+    skipped_in_row: Array  # how many were not finite since the last that changed something
 
 
 def init_state(cfg: Config, optimizer: Optimizer, key: Array) -> TrainState:

@@ -27,6 +27,7 @@ from jaxgpt.training.state import TrainState
 
 Array = jax.Array
 Metrics = dict[str, Array]
+ONEDNN = "xla_cpu_experimental_onednn_custom_call"
 
 
 def train_step(
@@ -41,30 +42,27 @@ def train_step(
     state's counters `skipped` and `skipped_in_row`.
     """
     grads, sums = gradients(cfg, state.params, batch, state.step, mesh=mesh)
-    weight = sums["weight"]
-    grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-30), grads)
+    total, weight = sums.pop("total"), sums["weight"]
+    some = weight > 0
+    grads = jax.tree.map(lambda g: g / jnp.where(some, weight, 1.0), grads)
     params, opt_state, stats = optimizer.update(grads, state.opt_state, state.params, state.step)
-    finite = jnp.isfinite(sums["total"]) & jnp.isfinite(stats["grad_norm"])
-    good = finite & (weight > 0)
+    finite = jnp.isfinite(total) & jnp.isfinite(stats["grad_norm"])
+    changed = finite & some
     params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(good, new, old),
+        lambda new, old: jnp.where(changed, new, old),
         (params, opt_state),
         (state.params, state.opt_state),
     )
+    in_row = jnp.where(finite, state.skipped_in_row, state.skipped_in_row + 1)
     state = TrainState(
         step=state.step + 1,
         params=params,
         opt_state=opt_state,
-        skipped=state.skipped + jnp.where(good, 0, 1),
-        skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),
+        skipped=state.skipped + jnp.where(changed, 0, 1),
+        skipped_in_row=jnp.where(changed, 0, in_row),
     )
-    del sums["total"]
-    counters = {
-        "finite": finite.astype(jnp.int32),
-        "skipped": state.skipped,
-        "skipped_in_row": state.skipped_in_row,
-    }
-    return state, sums | stats | counters
+    counters = {"skipped": state.skipped, "skipped_in_row": state.skipped_in_row}
+    return state, sums | stats | counters | {"finite": finite.astype(jnp.int32)}
 
 
 def gradients(
@@ -199,9 +197,7 @@ def eval_step(
     return jax.tree.map(jnp.sum, jax.lax.map(one, batch))
 
 
-def make_train_step(
-    cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: TrainState
-) -> Any:
+def make_train_step(cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: TrainState) -> Any:
     """Return `train_step` compiled for a mesh: `(state, batch) -> (state, metrics)`.
 
     The state is donated: its buffers are reused and the argument is gone afterwards. `shardings`
@@ -233,8 +229,9 @@ def compiler_options(compute_dtype: str, platform: str) -> dict[str, bool]:
 
     On CPU, JAX 0.12 leaves weight gradients in bfloat16 to a float32 kernel, and sends them to
     oneDNN (twice as fast) with this option. In float32 the same option gave wrong gradients of
-    attention (JAX 0.12.0.1), so it is never set there; see `probe.probe_gradients`.
+    attention (JAX 0.12.0.1), so there it is turned off even if XLA_FLAGS has it. JAX 0.10
+    accepts it without effect.
     """
-    if platform == "cpu" and jnp.dtype(compute_dtype) == jnp.bfloat16:
-        return {"xla_cpu_experimental_onednn_custom_call": True}
-    return {}
+    if platform != "cpu":
+        return {}
+    return {ONEDNN: jnp.dtype(compute_dtype) == jnp.bfloat16}

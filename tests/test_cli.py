@@ -1,0 +1,233 @@
+"""The command: verbs end to end, one JSON object on stdout, exit codes, one-line refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import WORDS, jaxgpt, make_store, overrides
+
+from jaxgpt import cli, config
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return make_store(tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture(scope="module")
+def run(root) -> Path:
+    """A trained tiny run."""
+    assert cli.main(["train", *overrides(root, "run", train__num_steps=10)]) == 0
+    return root / "run"
+
+
+def as_json(capsys, *args: str) -> dict:
+    assert cli.main([*args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, code: int, *args: str) -> list[str]:
+    assert cli.main(list(args)) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    return [line for line in captured.err.splitlines() if line.startswith("jaxgpt: error:")]
+
+
+def test_help_of_a_configured_verb_lists_every_field_with_type_default_and_meaning(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for section in config.SECTIONS:
+        for field, _ in config.fields_of(section):
+            assert f"{section}.{field.name} = " in text and field.metadata["meaning"] in text
+    assert "train.global_batch = 16 rows  (integer)" in text
+
+
+@pytest.mark.parametrize("verb", ["prepare", "train", "eval", "generate", "tokenizer"])
+def test_every_verb_has_help(capsys, verb):
+    with pytest.raises(SystemExit) as left:
+        cli.main([verb, "--help"])
+    assert left.value.code == 0 and verb in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["trian"], "trian"),
+        ([], "VERB"),
+        (["train", "a.toml", "b.toml"], "a.toml"),
+        (["train", "nowhere.toml"], "nowhere.toml"),
+        (["train", "learning_rte=1"], "optim.lr"),
+        (["train", "--shuffle", "False"], "--shuffle"),
+        (["generate", "x", "--temperature", "hot"], "hot"),
+        (["eval"], "run"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line_with_64(capsys, args, word):
+    lines = refused(capsys, 64, *args)
+    assert len(lines) == 1 and word in lines[0]
+
+
+def test_all_problems_of_a_configuration_are_printed_a_line_each(capsys):
+    lines = refused(capsys, 64, "train", "optim.lrr=1", "model.num_heads=5", "data.document_mask=0")
+    assert len(lines) == 3
+
+
+def test_overrides_may_carry_dashes(capsys, root):
+    words = [f"--{word}" for word in overrides(root, "x", train__num_steps=7)]
+    shown = as_json(capsys, "train", "--show-config", *words)
+    assert shown["config"]["train"]["num_steps"] == 7
+
+
+def test_show_config_prints_every_value_and_its_origin_and_trains_nothing(capsys, root):
+    assert cli.main(["train", "--show-config", *overrides(root, "shown")]) == 0
+    text = capsys.readouterr().out
+    assert "num_steps = 20  # override" in text and "beta2 = 0.95\n" in text
+    assert not (root / "shown").exists()
+
+
+def test_eval_reports_the_held_out_set_beside_compressors(capsys, run):
+    result = as_json(capsys, "eval", str(run))["valid"]
+    assert result["tokens"] > result["rows"] > 1
+    assert result["perplexity"] == pytest.approx(2.718281828459045 ** result["loss"])
+    bits = result["loss"] * result["tokens"] / 0.6931471805599453
+    assert result["bits_per_byte"] == pytest.approx(bits / result["bytes"])
+    assert set(result["baselines"]) == {"gzip -9", "xz -9"}
+
+
+def test_eval_of_text_files_does_not_depend_on_the_batch(capsys, root, run, tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(WORDS * 9))
+    results = [
+        as_json(capsys, "eval", str(run), "--data", f"mine={tmp_path}/a.txt", "--batch", size)[
+            "mine"
+        ]
+        for size in ("1", "3", "8")
+    ]
+    assert results[0]["bytes"] == len(" ".join(WORDS * 9))
+    for other in results[1:]:
+        assert other["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
+
+
+def test_eval_prints_a_table_for_people(capsys, run):
+    assert cli.main(["eval", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "bits/byte" in lines[0] and "gzip -9" in lines[0] and lines[1].startswith("valid")
+
+
+def test_generate_is_repeatable_by_seed_and_differs_between_seeds(capsys, run):
+    args = (
+        "generate",
+        str(run),
+        "--prompt",
+        "the king",
+        "--max-new-tokens",
+        "8",
+        "--temperature",
+        "2",
+    )
+    first, second, other = (
+        as_json(capsys, *args, "--seed", seed)["samples"][0]["ids"] for seed in ("1", "1", "2")
+    )
+    assert first == second != other
+
+
+def test_generate_writes_several_prompts_as_each_alone(capsys, run):
+    prompts = ["the", "old stones slept under", ""]
+    common = ("--max-new-tokens", "5", "--temperature", "0")
+    together = as_json(
+        capsys, "generate", str(run), *common, *(w for p in prompts for w in ("--prompt", p))
+    )["samples"]
+    for prompt, row in zip(prompts, together, strict=True):
+        alone = as_json(capsys, "generate", str(run), *common, "--prompt", prompt)["samples"][0]
+        assert alone["ids"] == row["ids"] and row["prompt"] == prompt
+
+
+def test_generate_streams_prompt_and_text(capsys, run):
+    args = [
+        "generate",
+        str(run),
+        "--prompt",
+        "the king",
+        "--max-new-tokens",
+        "5",
+        "--temperature",
+        "0",
+    ]
+    row = as_json(capsys, *args)["samples"][0]
+    assert cli.main(args) == 0
+    assert capsys.readouterr().out == f"the king{row['text']}\n"
+
+
+def test_generate_past_the_context_is_refused_with_the_numbers(capsys, run):
+    lines = refused(capsys, 64, "generate", str(run), "--prompt", "the", "--max-new-tokens", "100")
+    assert len(lines) == 1 and "100" in lines[0] and "16" in lines[0]
+
+
+def test_generated_samples_are_kept_with_the_run(capsys, run):
+    as_json(capsys, "generate", str(run), "--prompt", "kept", "--max-new-tokens", "2")
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert rows[-1]["prompt"] == "kept" and rows[-1]["step"] == 10
+
+
+def test_tokenizer_verbs_round_trip_text(capsys, root):
+    text = "the king\n\t rain 🚀 </s>"
+    ids = as_json(capsys, "tokenizer", "encode", str(root / "store"), text)["ids"]
+    assert ids and 2 not in ids  # </s> in text is text
+    words = [str(i) for i in ids]
+    assert as_json(capsys, "tokenizer", "decode", str(root / "store"), *words)["text"] == text
+    assert as_json(capsys, "tokenizer", "info", str(root / "store"))["vocab_size"] == 320
+    assert "320" in refused(capsys, 65, "tokenizer", "decode", str(root / "store"), "320")[0]
+
+
+def test_a_tokenizer_that_a_store_needs_is_not_replaced_by_another(capsys, root):
+    before = (root / "store/tokenizer.model").read_bytes()
+    assert cli.main(["tokenizer", "train", *overrides(root, "x")]) == 0  # equal: nothing to refuse
+    capsys.readouterr()
+    other = overrides(root, "x", tokenizer__vocab_size=300)
+    assert "tokenizer.path" in refused(capsys, 64, "tokenizer", "train", *other)[0]
+    assert (root / "store/tokenizer.model").read_bytes() == before
+    assert not list((root / "store").glob("*.new"))
+
+
+def test_prepare_again_says_so_and_changes_nothing(capsys, root):
+    before = (root / "store/train/manifest.json").read_bytes()
+    assert as_json(capsys, "prepare", *overrides(root, "x"))["already_prepared"] is True
+    assert (root / "store/train/manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "word"),
+    [
+        (["eval", "/nonexistent/run"], 66, "/nonexistent/run"),
+        (["generate", "/nonexistent/run"], 66, "/nonexistent/run"),
+        (["tokenizer", "info", "/nonexistent.model"], 65, "/nonexistent.model"),
+        (["prepare", "data.sources=/nonexistent/*.txt", "data.store=/tmp/x"], 65, "/nonexistent"),
+        (["prepare", "data.store=/tmp/x"], 64, "data.sources"),
+    ],
+)
+def test_missing_inputs_have_their_exit_codes(capsys, args, code, word):
+    lines = refused(capsys, code, *args)
+    assert len(lines) == 1 and word in lines[0]
+
+
+def test_errors_too_are_one_json_object(capsys):
+    assert cli.main(["train", "learning_rte=1", "--json"]) == 64
+    error = json.loads(capsys.readouterr().out)
+    assert error["exit_code"] == 64 and "optim.lr" in error["error"]
+
+
+def test_the_process_exits_with_the_code_and_prints_no_traceback():
+    process = jaxgpt("train", "data.store=/nonexistent/store", "train.num_steps=1")
+    assert process.returncode == 65 and process.stdout == ""
+    assert process.stderr.count("\n") == 1 and "/nonexistent/store" in process.stderr
+
+
+def test_a_bug_is_70_with_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "main", lambda: 1 / 0)
+    codes = []
+    monkeypatch.setattr(cli.runtime, "hard_exit", codes.append)
+    cli.entry()
+    assert codes == [70] and "ZeroDivisionError" in capsys.readouterr().err

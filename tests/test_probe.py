@@ -1,0 +1,83 @@
+"""The start-up check of gradients: passes what is right, and refuses what only the loss hides."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny import TINY, VARIETY
+
+from jaxgpt.config import Config, DataConfig, TrainConfig
+from jaxgpt.errors import NumericsError
+from jaxgpt.model import blocks
+from jaxgpt.training.probe import probe_gradients, twin
+from jaxgpt.training.step import compiler_options
+
+MODEL = dataclasses.replace(TINY, seq_len=256)  # two attention blocks of 128
+
+
+def config(compute_dtype: str, **changes) -> Config:
+    model = dataclasses.replace(MODEL, **changes)
+    return Config(model=model, train=TrainConfig(compute_dtype=compute_dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_options_of_the_run_pass(dtype):
+    probe = probe_gradients(config(dtype))
+    assert probe.options == compiler_options(dtype, "cpu")
+    assert probe.leaf_error <= probe.tolerance and probe.loss_error <= probe.tolerance
+    assert (probe.leaf_error > 0) == (dtype == "bfloat16")  # the same program twice, or not
+
+
+def test_the_known_fault_of_onednn_in_float32_is_refused_where_it_exists():
+    flag = {"xla_cpu_experimental_onednn_custom_call": True}
+    refused = None
+    try:
+        probe_gradients(config("float32"), flag)
+    except NumericsError as error:
+        refused = str(error)
+    # On this version dK and dV of attention by blocks are off by more than half.
+    assert refused or jax.__version__ != "0.12.0.1"
+    if refused:
+        assert "layers/0/w" in refused and "onednn" in refused and "\n" not in refused
+
+
+def test_a_gradient_that_is_wrong_in_the_tested_dtype_only_is_refused(monkeypatch):
+    right = blocks.attend
+
+    @jax.custom_vjp
+    def halved(k):  # the value is right, its gradient is not
+        return k
+
+    halved.defvjp(lambda k: (k, None), lambda _, g: (g / 2,))
+
+    def attend(q, k, v, **options):
+        return right(q, halved(k) if k.dtype == jnp.bfloat16 else k, v, **options)
+
+    monkeypatch.setattr(blocks, "attend", attend)
+    with pytest.raises(NumericsError, match=r"gradients of layers/0/wk are off by 5\d\.\d%"):
+        probe_gradients(config("bfloat16"))
+
+
+def test_the_twin_keeps_the_kinds_of_everything_and_is_small():
+    for model in VARIETY.values():
+        big = dataclasses.replace(
+            model, num_layers=48, num_heads=32, num_kv_heads=model.num_kv_heads and 8,
+            head_dim=128, embed_dim=4096, vocab_size=128_256, seq_len=8192,
+        )  # fmt: skip
+        train = TrainConfig(global_batch=64, micro_batch=8)
+        small = twin(Config(model=big, data=DataConfig(document_mask=True), train=train))
+        sizes = {"num_layers", "num_heads", "num_kv_heads", "embed_dim", "mlp_dim", "vocab_size",
+                 "seq_len", "sliding_window", "aux_layers", "init", "init_std", "init_depth_scale"}  # fmt: skip
+        kinds = {f.name for f in dataclasses.fields(big)} - sizes
+        assert all(getattr(small.model, name) == getattr(big, name) for name in kinds)
+        assert (small.model.kv_heads < small.model.num_heads) == (big.kv_heads < big.num_heads)
+        assert small.model.num_layers == 1 and small.model.embed_dim <= 256
+        assert small.train.accum_steps == 2 and small.data.document_mask
+
+
+def test_the_twin_of_scanned_layers_with_taps_has_two_layers():
+    cfg = config("float32", num_layers=12, stacked=True, aux_layers=(4, 8))
+    assert (twin(cfg).model.num_layers, twin(cfg).model.aux_layers) == (2, (1,))

@@ -1,0 +1,142 @@
+"""Placement by logical names: what is split, what is not and reported, and batches on a mesh."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxgpt.config import MeshConfig, ModelConfig
+from jaxgpt.data.packing import Batch
+from jaxgpt.errors import ConfigError
+from jaxgpt.model.params import ParamSpec, specs
+from jaxgpt.parallel import sharding
+from jaxgpt.parallel.mesh import AXES, make_mesh
+
+ZERO = ("constant", 0.0)
+
+
+def cube():
+    return make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+
+
+@pytest.mark.parametrize(
+    "shape, axes, split",
+    [
+        ((64, 32), ("vocab", "embed"), P("tensor", "fsdp")),
+        ((32, 4, 8), ("embed", "heads", "head_dim"), P("fsdp", "tensor", None)),
+        ((2, 128, 32), ("layers", "mlp", "embed"), P(None, "tensor", "fsdp")),
+        ((32,), ("norm",), P(None)),
+        ((16, 32), (None, "embed"), P(None, "fsdp")),
+        ((32, 1, 8), ("embed", "kv_heads", "head_dim"), P("fsdp", None, None)),  # one kv head
+        ((63, 32), ("vocab", "embed"), P(None, "fsdp")),
+        ((8, 16, 32), ("batch", "seq", None), P(("data", "fsdp"), None, None)),
+    ],
+)
+def test_dimensions_are_split_by_name_where_they_divide(shape, axes, split):
+    assert sharding.partition(cube(), shape, axes) == split
+
+
+def test_a_mesh_axis_splits_at_most_one_dimension():
+    assert sharding.partition(cube(), (8, 8), ("embed", "embed")) == P(("fsdp",), None)
+
+
+def test_parameters_that_cannot_be_split_are_listed_with_their_size():
+    # Width 30 does not divide over 8 devices; what names its width "embed" is whole everywhere.
+    model = ModelConfig(num_layers=1, embed_dim=30, num_heads=3, vocab_size=64, seq_len=16)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+    rows = sharding.unsharded_table(mesh, specs(model))
+    layer = [f"layers/0/{name}" for name in ("wq", "wk", "wv", "wo", "w_up", "w_down")]
+    assert {row.path for row in rows} == {"embed", "pos_embed", *layer}
+    by_path = {row.path: row for row in rows}
+    assert by_path["embed"] == ("embed", (64, 30), "embed", 30, 8, 64 * 30 * 4)
+    assert [row.bytes for row in rows] == sorted((row.bytes for row in rows), reverse=True)
+
+
+def test_a_width_that_divides_leaves_nothing_unsharded_and_an_eighth_per_device():
+    model = ModelConfig(num_layers=1, embed_dim=32, num_heads=4, vocab_size=64, seq_len=16)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+    assert sharding.unsharded_table(mesh, specs(model)) == []
+    whole = 64 * 32 + 16 * 32 + 4 * 32 * 32 + 2 * 32 * 128  # embeddings, attention, MLP
+    norms = 6 * 32  # three LayerNorms with bias are held by every device
+    assert sharding.bytes_per_device(mesh, specs(model)) == 4 * (whole // 8 + norms)
+
+
+def test_a_dimension_that_does_not_divide_does_not_hide_one_that_does():
+    spec = ParamSpec((63, 32), ("vocab", "embed"), ZERO)
+    (row,) = sharding.unsharded_table(cube(), {"w": spec})
+    assert (row.axis, row.size, row.parts, row.bytes) == ("vocab", 63, 2, 63 * 32 * 4 // 2)
+
+
+def test_every_axis_name_of_the_parameters_has_a_rule_or_is_meant_to_be_whole():
+    model = ModelConfig(vocab_size=64, attn_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+    names = {axis for spec in jax.tree.leaves(specs(model)) for axis in spec.axes}
+    assert names - set(sharding.RULES) == {"head_dim", "norm", None}
+
+
+def batch(rows: int = 8) -> Batch:
+    tokens = np.arange(2 * rows * 3, dtype=np.int32).reshape(2, rows, 3)
+    return Batch(tokens, tokens + 1, np.ones(tokens.shape, np.float32))
+
+
+def test_a_batch_is_split_by_rows_over_data_and_fsdp():
+    placed = sharding.to_global(cube(), batch())
+    np.testing.assert_array_equal(placed.tokens, batch().tokens)
+    assert placed.segment_ids is None
+    for shard in placed.tokens.addressable_shards:
+        assert shard.data.shape == (2, 2, 3)  # all micro-batches, 8 / 4 rows, all positions
+        np.testing.assert_array_equal(shard.data, batch().tokens[shard.index])
+
+
+def test_one_process_supplies_all_rows():
+    assert sharding.rows_of_process(cube(), 8) == slice(0, 8)
+
+
+def stub(sizes: tuple[int, ...], processes: list[int]) -> SimpleNamespace:
+    """Return what `rows_of_process` reads of a mesh whose devices belong to other processes too."""
+    devices = np.array([SimpleNamespace(process_index=i) for i in processes], object)
+    sizes = (*sizes, 1, 1, 1)
+    return SimpleNamespace(
+        devices=devices.reshape(sizes), shape=dict(zip(AXES, sizes, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes, processes, rows",
+    [
+        ((4, 1, 1), [1, 0, 2, 3], slice(2, 4)),
+        ((1, 4, 1), [0, 0, 1, 1], slice(0, 4)),
+        ((2, 1, 2), [1, 1, 0, 0], slice(4, 8)),
+        ((2, 1, 2), [0, 1, 0, 1], slice(0, 8)),  # tensor parts of all rows
+    ],
+)
+def test_a_process_supplies_the_rows_that_its_devices_hold(sizes, processes, rows):
+    assert sharding.rows_of_process(stub(sizes, processes), 8) == rows
+
+
+def test_rows_that_are_not_one_range_are_refused():
+    with pytest.raises(ConfigError, match=r"holds the row shards \[0, 2\]"):
+        sharding.rows_of_process(stub((4, 1, 1), [0, 1, 0, 1]), 8)
+
+
+def test_constrain_places_by_name_and_is_nothing_on_one_device():
+    mesh = cube()
+    placed = jax.jit(lambda x: sharding.constrain(x, ("batch", None), mesh=mesh))(np.ones((8, 4)))
+    assert placed.sharding.shard_shape(placed.shape) == (2, 4)
+    x = np.ones((8, 4))
+    assert sharding.constrain(x, ("batch", None), mesh=None) is x
+    one = make_mesh(MeshConfig(), jax.devices()[:1])
+    assert sharding.constrain(x, ("batch", None), mesh=one) is x
+
+
+def test_arrays_split_over_a_mesh_are_joined_without_doubling():
+    mesh = make_mesh(MeshConfig(data=4, tensor=2))
+    parts = [
+        jax.device_put(np.ones(n, np.float32), sharding.NamedSharding(mesh, P("data")))
+        for n in (4, 12)
+    ]
+    joined = jax.jit(lambda parts: jax.numpy.concatenate(parts))(parts)
+    np.testing.assert_array_equal(joined, np.ones(16))

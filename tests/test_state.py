@@ -1,0 +1,87 @@
+"""The train state: abstract, placed, and born where it lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import TINY as WITH_TABLE
+
+from jaxgpt.config import Config, MeshConfig, TrainConfig
+from jaxgpt.model.params import abstract, specs
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.sharding import replicated, tree_shardings
+from jaxgpt.training.optimizer import build
+from jaxgpt.training.state import TrainState, abstract_state, create, state_shardings
+
+# Few shapes of weights, as each costs a second of compiling its random numbers.
+TINY = dataclasses.replace(WITH_TABLE, num_layers=1, num_heads=1, positions="none", mlp_dim=32)
+
+
+def example(param_dtype: str = "float32", **mesh: int) -> tuple:
+    cfg = Config(model=TINY, mesh=MeshConfig(**mesh), train=TrainConfig(param_dtype=param_dtype))
+    return cfg, build(cfg.optim, 10, abstract(specs(cfg.model), param_dtype))
+
+
+@functools.cache
+def on_one_device(param_dtype: str) -> TrainState:
+    return create(*example(param_dtype), make_mesh(MeshConfig(), jax.devices()[:1]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_abstract_state_has_the_shapes_and_dtypes_of_the_real_one(dtype):
+    real, found = on_one_device(dtype), abstract_state(*example(dtype))
+    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert shapes(found) == shapes(real)
+    assert real.params.embed.dtype == dtype
+
+
+def test_the_initial_counters_and_moments_are_zero():
+    state = on_one_device("float32")
+    assert [int(x) for x in (state.step, state.skipped, state.skipped_in_row)] == [0, 0, 0]
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.opt_state))
+
+
+def test_master_weights_start_as_the_parameters():
+    state = on_one_device("bfloat16")
+    jax.tree.map(
+        lambda w, p: np.testing.assert_array_equal(w, p.astype(jnp.float32)),
+        state.opt_state.master,
+        state.params,
+    )
+
+
+def test_everything_shaped_like_the_parameters_lies_as_they_do():
+    cfg, tx = example("bfloat16", data=2, fsdp=2, tensor=2)
+    mesh = make_mesh(cfg.mesh)
+    placed = state_shardings(mesh, cfg, tx)
+    right = tree_shardings(mesh, specs(cfg.model))
+    for tree in (placed.params, placed.opt_state.mu, placed.opt_state.nu, placed.opt_state.master):
+        assert tree == right
+    assert placed.step == placed.opt_state.count == replicated(mesh)
+
+
+def test_the_abstract_state_carries_the_shardings_it_is_given():
+    cfg, tx = example(data=1, fsdp=8)
+    placed = state_shardings(make_mesh(cfg.mesh), cfg, tx)
+    found = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, tx, placed))
+    assert found == placed
+
+
+def test_a_state_is_born_split_and_equals_that_of_one_device_bit_for_bit():
+    cfg, tx = example(data=1, fsdp=4, tensor=2)
+    state = create(cfg, tx, make_mesh(cfg.mesh))
+    assert state.params.embed.addressable_shards[0].data.shape == (64 // 2, 32 // 4)
+    assert state.opt_state.mu.embed.sharding == state.params.embed.sharding
+    jax.tree.map(np.testing.assert_array_equal, state, on_one_device("float32"))
+
+
+def test_the_seed_of_the_run_decides_the_values():
+    cfg, tx = example()
+    other = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, seed=1))
+    state = create(other, tx, make_mesh(MeshConfig(), jax.devices()[:1]))
+    assert not np.array_equal(state.params.embed, on_one_device("float32").params.embed)

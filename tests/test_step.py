@@ -1,0 +1,402 @@
+"""One update: what it computes and leaves alone; mesh and micro-batches must not be visible."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import TINY, random_params
+
+from jaxgpt.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxgpt.data.packing import Batch
+from jaxgpt.errors import ConfigError
+from jaxgpt.model import gpt
+from jaxgpt.model.params import Params, abstract, specs
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.sharding import to_global
+from jaxgpt.training.optimizer import build
+from jaxgpt.training.state import TrainState, abstract_state, state_shardings
+from jaxgpt.training.step import (
+    compiler_options,
+    eval_step,
+    gradients,
+    make_train_step,
+    train_step,
+)
+
+ONE_LAYER = dataclasses.replace(TINY, num_layers=1)
+MESHES = [
+    {"data": 8},
+    {"data": 1, "fsdp": 8},
+    {"data": 2, "fsdp": 4},
+    {"data": 1, "fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+]
+
+
+def config(model: ModelConfig = ONE_LAYER, mesh: dict[str, int] | None = None, **train: Any):
+    train = {"global_batch": 8, "num_steps": 20, "compute_dtype": "float32"} | train
+    return Config(
+        model=model,
+        mesh=MeshConfig(**mesh or {}),
+        train=TrainConfig(**train),
+        # A large eps, or Adam would blow rounding up where a gradient is nearly 0.
+        optim=OptimConfig(lr=1e-2, warmup_steps=5, eps=1e-3),
+    )
+
+
+def optimizer(cfg: Config):
+    return build(cfg.optim, cfg.train.num_steps, abstract(specs(cfg.model), cfg.train.param_dtype))
+
+
+def initial(cfg: Config) -> TrainState:
+    """Return a state with random parameters, made without compiling."""
+    params, zero = random_params(cfg.model), np.int32(0)
+    like = abstract_state(cfg, optimizer(cfg)).opt_state
+    moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+    return jax.tree.map(jnp.asarray, TrainState(zero, params, moments, zero, zero))
+
+
+def rows(cfg: Config, seed: int = 0) -> Batch:
+    """Return 8 rows: row r has 2 r + 1 loss tokens, the last two are filler without any."""
+    rng = np.random.default_rng(seed)
+    shape = (cfg.train.accum_steps, cfg.train.micro_rows, cfg.model.seq_len)
+    tokens, targets = rng.integers(0, cfg.model.vocab_size, (2, *shape)).astype(np.int32)
+    length = np.array([1, 3, 5, 7, 9, 11, 0, 0]).reshape(shape[:2])
+    return Batch(tokens, targets, (np.arange(shape[2]) < length[..., None]).astype(np.float32))
+
+
+def run(cfg: Config, steps: int, devices: int) -> tuple[TrainState, list[dict[str, float]]]:
+    """Return the state and the metrics of a few steps of the compiled, donated program."""
+    mesh, tx = make_mesh(cfg.mesh, jax.devices()[:devices]), optimizer(cfg)
+    placed = state_shardings(mesh, cfg, tx)
+    step = make_train_step(cfg, tx, mesh, placed)
+    state, history = jax.device_put(initial(cfg), placed), []
+    for number in range(steps):
+        state, metrics = step(state, to_global(mesh, rows(cfg, number)))
+        history.append(jax.device_get(metrics))
+    return jax.device_get(state), history
+
+
+@functools.cache
+def on_one_device(model: ModelConfig = ONE_LAYER) -> tuple[TrainState, list[dict[str, float]]]:
+    return run(config(model), 3, 1)
+
+
+def same(mine: tuple, right: tuple) -> None:
+    """Assert that losses, norms and the state after some updates agree to 1e-5."""
+    for a, b in zip(mine[1], right[1], strict=True):
+        assert a["weight"] == b["weight"]
+        for key in ("loss_sum", "grad_norm", "lr"):
+            np.testing.assert_allclose(a[key], b[key], rtol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (mine[0], right[0])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def close(mine: Any, right: Any, share: float) -> None:
+    """Assert that each leaf differs by at most a share of its norm."""
+    for a, b in zip(*map(jax.tree.leaves, (mine, right)), strict=True):
+        assert np.linalg.norm(np.asarray(a) - b) <= share * np.linalg.norm(b)
+
+
+# Mesh and micro-batches.
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_three_steps_on_a_mesh_equal_those_of_one_device(mesh):
+    same(run(config(mesh=mesh), 3, 8), on_one_device())
+
+
+def test_micro_batches_of_unequal_token_counts_equal_the_whole_batch():
+    same(run(config(micro_batch=1), 3, 1), on_one_device())  # 1, 3, ..., 11, 0 and 0 tokens
+
+
+def test_micro_batches_on_a_mesh_equal_the_whole_batch_on_one_device():
+    same(run(config(mesh={"data": 2, "fsdp": 2}, micro_batch=4), 3, 4), on_one_device())
+
+
+def test_stacked_layers_on_a_mesh_equal_those_of_one_device():
+    stacked = dataclasses.replace(TINY, stacked=True, remat="full")
+    same(run(config(stacked, {"data": 2, "fsdp": 4}), 3, 8), on_one_device(stacked))
+
+
+def test_two_micro_batches_weigh_by_their_tokens():
+    # 10 tokens of mean 2.0 and 100 of mean 4.0: 420 / 110 = 3.818182, not 3.0. With logits
+    # (x, 0) and target 1 the loss is log(1 + e^x). Blocks of zeros add nothing to the embeddings,
+    # unit vectors, which choose one x each.
+    model = ModelConfig(
+        num_layers=1, embed_dim=2, num_heads=1, vocab_size=2, seq_len=100, positions="none",
+        norm="rmsnorm", norm_eps=1e-12, tie_embeddings=False,
+    )  # fmt: skip
+    cfg = config(model, global_batch=2, micro_batch=1)
+    params = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), specs(model))
+    x = np.log(np.expm1([2.0, 4.0]))
+    params = params.replace(
+        embed=np.sqrt(0.5) * np.eye(2, dtype=np.float32),  # RMSNorm makes these rows sqrt(2) long
+        final_norm=np.full(2, np.sqrt(0.5), np.float32),
+        lm_head=np.array([x, [0, 0]], np.float32),
+    )
+    tokens = np.array([[[0] * 100], [[1] * 100]], np.int32)
+    weights = np.zeros((2, 1, 100), np.float32)
+    weights[0, 0, :10], weights[1, 0] = 1, 1
+    _, sums = gradients(cfg, params, Batch(tokens, np.ones_like(tokens), weights), 0)
+    assert float(sums["loss_sum"] / sums["weight"]) == pytest.approx(3.818182, abs=1e-5)
+
+
+def test_rows_that_do_not_divide_over_the_mesh_are_refused_before_compiling():
+    cfg = config(mesh={"data": 8}, global_batch=12)
+    mesh, tx = make_mesh(cfg.mesh), optimizer(cfg)
+    with pytest.raises(ConfigError, match="12 rows.*8 devices.*nearest: 8 or 16"):
+        make_train_step(cfg, tx, mesh, state_shardings(mesh, cfg, tx))
+
+
+# Steps that must change nothing.
+
+
+@pytest.fixture(scope="module")
+def step_of_one_layer():
+    cfg = config()
+    return cfg, jax.jit(functools.partial(train_step, cfg, optimizer(cfg)))
+
+
+@pytest.mark.parametrize("weight, finite, in_row", [(np.inf, 0, 1), (0.0, 1, 0)])
+def test_a_step_that_is_not_finite_or_has_no_loss_token_changes_only_counters(
+    step_of_one_layer, weight, finite, in_row
+):
+    cfg, step = step_of_one_layer
+    before, _ = step(initial(cfg), rows(cfg))  # moments are no longer zero
+    batch = rows(cfg)
+    batch = batch.replace(weights=np.full_like(batch.weights, weight))
+    after, metrics = step(before, batch)
+    for name in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
+    assert [int(x) for x in (after.step, after.skipped, after.skipped_in_row)] == [2, 1, in_row]
+    assert [int(metrics[k]) for k in ("finite", "skipped", "skipped_in_row")] == [finite, 1, in_row]
+
+
+def test_a_good_step_after_bad_ones_trains_and_resets_the_row(step_of_one_layer):
+    cfg, step = step_of_one_layer
+    state, bad = initial(cfg), rows(cfg)
+    bad = bad.replace(weights=np.full_like(bad.weights, np.inf))
+    for expected in (1, 2):
+        state, metrics = step(state, bad)
+        assert int(metrics["skipped_in_row"]) == expected
+    after, metrics = step(state, rows(cfg))
+    assert [int(x) for x in (after.step, after.skipped, after.skipped_in_row)] == [3, 2, 0]
+    assert not np.array_equal(after.params.embed, state.params.embed)
+    assert int(after.opt_state.count) == 1  # bias correction counts applied updates
+
+
+def test_a_gradient_that_is_not_finite_is_caught_though_the_loss_is(step_of_one_layer):
+    cfg, step = step_of_one_layer
+    state = initial(cfg)
+    # Rows of equal features times 1e30: the normalised value is 0, its gradient overflows.
+    huge = np.full_like(state.params.embed, 1e30)
+    state = state.replace(params=state.params.replace(embed=huge))
+    after, metrics = step(state, rows(cfg))
+    assert int(metrics["finite"]) == 0
+    np.testing.assert_array_equal(after.params.embed, huge)
+
+
+# What is computed.
+
+
+def cross_entropy(model: ModelConfig, params: Params, batch: Batch) -> float:
+    """Return the weighted sum of -log softmax(logits)[target] in float64."""
+    logits = np.asarray(jax.jit(functools.partial(gpt.apply, model))(params, batch.tokens[0]))
+    logits = logits.astype(np.float64)
+    nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(
+        logits, batch.targets[0][..., None], -1
+    )[..., 0]  # fmt: skip
+    return float((nll * batch.weights[0]).sum())
+
+
+def test_the_logged_loss_and_the_evaluated_one_are_the_cross_entropy(step_of_one_layer):
+    cfg, step = step_of_one_layer
+    state, batch = initial(cfg), rows(cfg)
+    right = cross_entropy(cfg.model, state.params, batch)
+    assert float(step(state, batch)[1]["loss_sum"]) == pytest.approx(right, rel=1e-5)
+    loss, weight = jax.jit(functools.partial(eval_step, cfg))(state.params, batch)
+    assert float(loss) == pytest.approx(right, rel=1e-5)
+    assert float(weight) == batch.weights.sum()
+
+
+def test_evaluation_adds_micro_batches(step_of_one_layer):
+    cfg, _ = step_of_one_layer
+    params, batch = random_params(cfg.model), rows(cfg)
+    evaluate = jax.jit(functools.partial(eval_step, cfg))
+    split = jax.tree.map(lambda x: x.reshape(4, 2, -1), batch)
+    np.testing.assert_allclose(evaluate(params, split), evaluate(params, batch), rtol=1e-6)
+
+
+def test_an_untrained_model_has_the_loss_of_a_guess():
+    cfg = config()
+    params = gpt.init(cfg.model, jax.random.key(0))
+    loss, weight = eval_step(cfg, params, rows(cfg))
+    assert float(loss / weight) == pytest.approx(math.log(64), abs=0.05)  # 4.159
+
+
+def test_the_rate_of_update_k_is_the_schedules_also_after_a_restart(step_of_one_layer):
+    cfg, step = step_of_one_layer
+    state, logged = initial(cfg), []
+    for number in range(12):
+        if number == 8:  # a new process: the same state from host memory
+            state = jax.tree.map(jnp.asarray, jax.device_get(state))
+        state, metrics = step(state, rows(cfg, number))
+        logged.append(float(metrics["lr"]))
+    ramp = [2e-3, 4e-3, 6e-3, 8e-3, 1e-2]
+    cosine = [1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * k / 15)) for k in range(1, 8)]
+    assert logged == pytest.approx(ramp + cosine, rel=1e-5)
+
+
+def test_auxiliary_and_z_losses_add_to_the_gradient_by_their_weights():
+    model = dataclasses.replace(TINY, aux_layers=(1,))
+    params = random_params(model)
+
+    cfg = config(model, aux_loss_weight=0.5, z_loss=0.1)
+    batch, B = rows(cfg), cfg.train.global_batch
+    grads, sums = jax.jit(functools.partial(gradients, cfg, step=0))(params, batch)
+
+    def by_hand(params):  # from whole logits, by automatic differentiation
+        tops, taps = gpt.hidden_and_taps(model, params, batch.tokens[0])
+        terms = {}
+        for name, x in {"main": tops, "aux": taps[1]}.items():
+            logits = x @ params.embed.T
+            lse = jax.nn.logsumexp(logits, -1)
+            label = logits[np.arange(B)[:, None], np.arange(16), batch.targets[0]]
+            terms[name] = ((lse - label) * batch.weights[0]).sum()
+            terms[name + "_z"] = (lse**2 * batch.weights[0]).sum()
+        extra = 0.5 * (terms["aux"] + 0.1 * terms["aux_z"])
+        return terms["main"] + 0.1 * terms["main_z"] + extra, terms | {"extra": extra}
+
+    (total, terms), right = jax.jit(jax.value_and_grad(by_hand, has_aux=True))(params)
+    close(grads, right, 1e-5)
+    for key, value in {
+        "total": total, "loss_sum": terms["main"], "aux_loss_sum": terms["extra"],
+        "z_loss_sum": 0.1 * terms["main_z"],
+    }.items():  # fmt: skip
+        assert float(sums[key]) == pytest.approx(float(value), rel=1e-4)
+
+
+def test_documents_in_a_row_are_passed_on_to_the_model(step_of_one_layer):
+    cfg, _ = step_of_one_layer
+    params, batch = random_params(cfg.model), rows(cfg)
+    segments = np.broadcast_to(np.repeat([1, 2], 8), batch.tokens.shape).astype(np.int32)
+    positions = np.broadcast_to(np.tile(np.arange(8), 2), batch.tokens.shape).astype(np.int32)
+    packed = batch.replace(segment_ids=segments, positions=positions)
+    alone = jax.tree.map(lambda x: x.reshape(1, 16, 8), batch)
+    evaluate = jax.jit(functools.partial(eval_step, cfg))
+    np.testing.assert_allclose(evaluate(params, packed), evaluate(params, alone), rtol=1e-5)
+    assert abs(evaluate(params, packed)[0] - evaluate(params, batch)[0]) > 1
+
+
+def test_training_on_successors_learns_to_predict_the_next_token_not_the_one_after():
+    cfg = config(num_steps=60)
+    start = np.random.default_rng(0).integers(0, 64, (1, 8, 1))
+    tokens = ((start + np.arange(16)) % 64).astype(np.int32)
+    batch = Batch(tokens, (tokens + 1) % 64, np.ones(tokens.shape, np.float32))
+    step, state = jax.jit(functools.partial(train_step, cfg, optimizer(cfg))), initial(cfg)
+    for _ in range(60):
+        state, metrics = step(state, batch)
+    assert float(metrics["loss_sum"] / metrics["weight"]) < 0.1
+    logits = gpt.apply(cfg.model, state.params, tokens[0])
+    assert (np.argmax(logits, -1) == (tokens[0] + 1) % 64).mean() > 0.98
+
+
+# Randomness.
+
+
+DROPOUT = config(dataclasses.replace(ONE_LAYER, dropout=0.5))
+
+
+def dropped(cfg: Config, mesh_sizes: dict[str, int] | None = None) -> Any:
+    """Return the function of the step that gives gradients with dropout of the same rows."""
+    mesh = make_mesh(MeshConfig(**mesh_sizes)) if mesh_sizes else None
+    compute = jax.jit(functools.partial(gradients, cfg, mesh=mesh))
+    params, batch = random_params(cfg.model), rows(cfg)
+    return lambda step: jax.device_get(compute(params, batch, jnp.int32(step)))
+
+
+@pytest.fixture(scope="module")
+def dropped_on_one_device():
+    return dropped(DROPOUT)
+
+
+@pytest.mark.parametrize("mesh", [None, {"data": 8}], ids=["1 device", "8 devices"])
+def test_recomputed_dropout_draws_the_same_masks(mesh, dropped_on_one_device):
+    remat = dataclasses.replace(DROPOUT, model=dataclasses.replace(DROPOUT.model, remat="full"))
+    close(dropped(remat, mesh)(0), dropped_on_one_device(0), 1e-6)
+
+
+def test_dropout_does_not_depend_on_micro_batches_or_the_mesh(dropped_on_one_device):
+    split = dataclasses.replace(DROPOUT, train=dataclasses.replace(DROPOUT.train, micro_batch=4))
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    close(dropped(split, mesh)(0), dropped_on_one_device(0), 1e-5)
+
+
+def test_dropout_differs_by_step_and_is_repeatable(dropped_on_one_device):
+    first, again, other = (dropped_on_one_device(step)[0].embed for step in (3, 3, 4))
+    np.testing.assert_array_equal(first, again)
+    assert np.linalg.norm(other - first) > 0.1 * np.linalg.norm(first)
+
+
+# Memory and the compiler.
+
+LONG = dataclasses.replace(ONE_LAYER, seq_len=128)
+
+
+@functools.cache
+def compiled(cfg: Config) -> Any:
+    mesh, tx = make_mesh(cfg.mesh, jax.devices()[:1]), optimizer(cfg)
+    placed = state_shardings(mesh, cfg, tx)
+    step = make_train_step(cfg, tx, mesh, placed)
+    return step.lower(abstract_state(cfg, tx), rows(cfg)).compile().memory_analysis()
+
+
+def test_eight_micro_batches_need_clearly_less_memory_than_one_batch():
+    small, big = (compiled(config(LONG, micro_batch=m)) for m in (1, 8))
+    params = 4 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs(LONG)))
+    activations = big.temp_size_in_bytes - params
+    assert activations > 4 * params  # or else this would show nothing
+    assert small.temp_size_in_bytes < 2 * params + activations / 4
+
+
+def test_all_of_the_state_is_donated():
+    cfg = config(LONG, micro_batch=8)
+    state = sum(x.nbytes for x in jax.tree.leaves(initial(cfg)))
+    assert compiled(cfg).alias_size_in_bytes == state
+
+
+def test_the_onednn_option_is_for_bfloat16_on_cpu_only():
+    name = "xla_cpu_experimental_onednn_custom_call"
+    assert compiler_options("bfloat16", "cpu") == {name: True}
+    assert compiler_options("float32", "cpu") == {name: False}  # also where XLA_FLAGS sets it
+    assert compiler_options("bfloat16", "tpu") == compiler_options("float32", "gpu") == {}
+
+
+def test_bfloat16_compute_agrees_with_float32_within_its_rounding():
+    right = on_one_device()[1][0]
+    found = run(config(compute_dtype="bfloat16"), 1, 1)[1][0]
+    assert found["loss_sum"] == pytest.approx(right["loss_sum"], rel=0.01)
+    assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=0.03)
+
+
+def test_bfloat16_parameters_train_through_their_masters():
+    cfg = config(param_dtype="bfloat16", micro_batch=4)
+    state = initial(cfg)
+    start = state.params
+    masters = jax.tree.map(jnp.copy, start)
+    state = state.replace(
+        params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), start),
+        opt_state=state.opt_state.replace(master=masters),
+    )
+    after, metrics = jax.jit(functools.partial(train_step, cfg, optimizer(cfg)))(state, rows(cfg))
+    assert after.params.embed.dtype == jnp.bfloat16 and int(metrics["finite"]) == 1
+    moved = np.abs(after.opt_state.master.embed - np.asarray(start.embed)).max()
+    assert 1e-3 < moved < 4e-3  # Adam's first step is about the rate, 2e-3
