@@ -200,8 +200,22 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def store_summary(report: dict[str, Any]) -> str:
-    """Return the report of `prepare` in a few lines."""
-    return json.dumps(report, indent=2)
+    """Return the report of `prepare` in a few lines, one per source and one per part."""
+    lines = ["already prepared; nothing to do"] if report.get("already_prepared") else []
+    for source in report["sources"]:
+        lines.append(
+            f"{source['source']}: {source['documents']:,} documents, "
+            f"{source['bytes'] / 1e6:,.1f} MB, {source['tokens']:,} tokens, "
+            f"{source['bytes_per_token']:.2f} bytes per token, "
+            f"{source['byte_token_share']:.1%} single bytes; {source['empty']} empty, "
+            f"{source['bad_skipped']} bad skipped, {source['bad_replaced']} mended"
+        )
+        lines += [f"  {place}" for place in source["bad_places"]]
+    for part in ("train", "valid"):
+        lines.append(
+            f"{part}: {report[part]['documents']:,} documents, {report[part]['tokens']:,} tokens"
+        )
+    return "\n".join(lines)
 
 
 # Training.

@@ -57,7 +57,7 @@ def test_a_gradient_that_is_wrong_in_the_tested_dtype_only_is_refused(monkeypatc
         return right(q, halved(k) if k.dtype == jnp.bfloat16 else k, v, **options)
 
     monkeypatch.setattr(blocks, "attend", attend)
-    with pytest.raises(NumericsError, match=r"gradients of layers/0/wk are off by 5\d\.\d%"):
+    with pytest.raises(NumericsError, match=r"gradients of layers/0/wk are off by (49|50)\.\d%"):
         probe_gradients(config("bfloat16"))
 
 
@@ -69,8 +69,10 @@ def test_the_twin_keeps_the_kinds_of_everything_and_is_small():
         )  # fmt: skip
         train = TrainConfig(global_batch=64, micro_batch=8)
         small = twin(Config(model=big, data=DataConfig(document_mask=True), train=train))
-        sizes = {"num_layers", "num_heads", "num_kv_heads", "embed_dim", "mlp_dim", "vocab_size",
-                 "seq_len", "sliding_window", "aux_layers", "init", "init_std", "init_depth_scale"}  # fmt: skip
+        sizes = {
+            "num_layers", "num_heads", "num_kv_heads", "embed_dim", "mlp_dim", "vocab_size",
+            "seq_len", "sliding_window", "aux_layers", "init", "init_std", "init_depth_scale",
+        }  # fmt: skip
         kinds = {f.name for f in dataclasses.fields(big)} - sizes
         assert all(getattr(small.model, name) == getattr(big, name) for name in kinds)
         assert (small.model.kv_heads < small.model.num_heads) == (big.kv_heads < big.num_heads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +84,10 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
         wrong = sum(error > tolerance for error in errors.values())
         raise NumericsError(
             f"gradients of {leaf} are off by {errors[leaf]:.1%} ({wrong} of {len(errors)} leaves "
-            f"by more than {tolerance:.1%}, the loss by {loss_error:.1%}) in {dtype} with compiler "
-            f"options {options} and XLA_FLAGS on {device.device_kind}, JAX {jax.__version__}: "
-            "training would be wrong; remove the flags or use another train.compute_dtype"
+            f"by more than {tolerance:.1%}, the loss by {loss_error:.1%}) in {dtype} on "
+            f"{device.device_kind}, JAX {jax.__version__}, compiler options {options}, XLA_FLAGS = "
+            f"{os.environ.get('XLA_FLAGS', '')!r}: training would be wrong; remove the flags or use "
+            "another train.compute_dtype"
         )
     return probe
 
