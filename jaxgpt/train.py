@@ -48,6 +48,7 @@ from jaxgpt.parallel import sharding
 from jaxgpt.training import metrics, optimizer, step
 from jaxgpt.training import state as states
 from jaxgpt.training.probe import Probe, probe_gradients
+from jaxgpt.training.rows import read_rows
 from jaxgpt.validation import num_steps
 
 # What a run leaves in its folder besides the data store, which may lie there too.
@@ -111,9 +112,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         claim_folder(run_dir, cfg, say)
 
         # Restore: the newest verified checkpoint, or the initial state in a folder without a run.
-        log: metrics.RunLog | None = (
-            None  # from when it is open, messages go above its progress bar
-        )
+        log: metrics.RunLog | None = None  # once open, messages go above its progress bar
         ckpt = Checkpointer(
             run_dir / "ckpt",
             keep=cfg.checkpoint.keep,
@@ -127,11 +126,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             restored = ckpt.restore_latest(
                 states.abstract_state(cfg, tx, placed), allow=cfg.checkpoint.allow_change
             )
-            if restored is None and (run_dir / "metrics.jsonl").exists():
-                raise NothingRestorable(
-                    f"{run_dir}: holds metrics of a run but no checkpoint; put ckpt/ back, set "
-                    "run.overwrite=true, or use another run.dir"
-                )
+            if restored is None:
+                check_never_saved(run_dir, cfg.checkpoint.every, say)
             state = restored.state if restored else states.create(cfg, tx, mesh)
         first = done = restored.record.step if restored else 0
         position = restored.record.position if restored else 0
@@ -286,6 +282,18 @@ def claim_folder(run_dir: Path, cfg: Config, say: Callable[[str], None]) -> None
             f"run.dir = {run_dir}: {error.strerror} ({error.filename}); choose a folder that can "
             "be written"
         ) from None
+
+
+def check_never_saved(run_dir: Path, every: int, say: Callable[[str], None]) -> None:
+    """Raise NothingRestorable in a folder whose run got so far that checkpoints must be lost."""
+    reached = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl")), default=0)
+    if every and reached > every:
+        raise NothingRestorable(
+            f"{run_dir}: this run reached step {reached} and saved every {every} steps, but ckpt/ "
+            "holds nothing; put it back, set run.overwrite=true, or use another run.dir"
+        )
+    if reached:
+        say(f"{run_dir}: was interrupted before its first checkpoint; starting at step 0")
 
 
 def write_run_files(run_dir: Path, cfg: Config, data: Data) -> None:

@@ -9,7 +9,7 @@ from jaxgpt.errors import StorageError
 
 
 class Recorder:
-    """A checkpointer whose saves become durable at the next poll, except those of `failing` steps."""
+    """A checkpointer whose saves become durable at the next poll, but for `failing` steps."""
 
     def __init__(self, *failing: int):
         self.failing, self.saved, self.durable_step, self.pending = failing, [], None, None

@@ -160,11 +160,21 @@ def test_when_all_checkpoints_are_damaged_nothing_starts_afresh(root, golden):
     assert refused.value.exit_code == 66 and "\n" not in str(refused.value)
 
 
-def test_metrics_without_checkpoints_are_not_a_fresh_start(root, golden):
+def test_a_run_whose_checkpoints_are_gone_does_not_start_afresh(root, golden):
     run = copy_run(root, golden, "no-ckpt")
     shutil.rmtree(run / "ckpt")
-    with pytest.raises(NothingRestorable):
+    with pytest.raises(NothingRestorable, match="step 20"):
         train(tiny(root, "no-ckpt"))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(root, golden, capsys):
+    run = copy_run(root, golden, "early")
+    shutil.rmtree(run / "ckpt")
+    (run / "metrics.jsonl").write_text('{"step": 4, "loss": 5.0}\n')
+    train(tiny(root, "early"))
+    assert "before its first checkpoint" in capsys.readouterr().err
+    assert fingerprints(run, 20) == fingerprints(golden, 20)
+    assert len(rows(run)) == 20
 
 
 def test_an_empty_folder_named_like_a_step_is_ignored(root, golden):

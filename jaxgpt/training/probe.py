@@ -85,8 +85,8 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
         raise NumericsError(
             f"gradients of {leaf} are off by {errors[leaf]:.1%} ({wrong} of {len(errors)} leaves "
             f"by more than {tolerance:.1%}, the loss by {loss_error:.1%}) in {dtype} on "
-            f"{device.device_kind}, JAX {jax.__version__}, compiler options {options}, XLA_FLAGS = "
-            f"{os.environ.get('XLA_FLAGS', '')!r}: training would be wrong; remove the flags or use "
+            f"{device.device_kind}, JAX {jax.__version__}, compiler options {options}, XLA_FLAGS "
+            f"{os.environ.get('XLA_FLAGS', '')!r}: training would be wrong; remove flags or use "
             "another train.compute_dtype"
         )
     return probe
