@@ -107,7 +107,9 @@ class ModelConfig:
     rope_factor: float = opt(1.0, "context extension factor of rope_scaling")
     rope_original_len: int = opt(0, "context before extension; 0: seq_len / rope_factor", "tokens")
     rope_low_freq: float = opt(1.0, "llama3: low_freq_factor; YaRN: beta_slow")
-    rope_high_freq: float = opt(4.0, "llama3: high_freq_factor (4); YaRN: beta_fast (32)")
+    rope_high_freq: float = opt(
+        0.0, "llama3: high_freq_factor; YaRN: beta_fast; 0: the usual 4 and 32"
+    )
     norm: Literal["layernorm", "rmsnorm"] = opt("layernorm", "normalisation")
     norm_eps: float = opt(1e-5, "epsilon inside the square root")
     norm_bias: bool = opt(True, "LayerNorm has a bias")
@@ -153,6 +155,10 @@ class ModelConfig:
     @property
     def mlp_width(self) -> int:
         return self.mlp_dim or 4 * self.embed_dim
+
+    @property
+    def rope_high(self) -> float:
+        return self.rope_high_freq or (32.0 if self.rope_scaling == "yarn" else 4.0)
 
     @property
     def gated(self) -> bool:

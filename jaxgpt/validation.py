@@ -84,9 +84,9 @@ def _model(cfg: Config) -> Iterator[str]:
         yield f'model.rope_scaling = "{m.rope_scaling}" needs model.positions = "rope"'
     if m.rope_scaling != "none" and m.rope_factor < 1:
         yield f"model.rope_factor = {m.rope_factor}: a context extension factor is at least 1"
-    if m.rope_scaling != "none" and m.rope_high_freq <= m.rope_low_freq:
+    if m.rope_scaling != "none" and m.rope_high <= m.rope_low_freq:
         yield (
-            f"model.rope_high_freq = {m.rope_high_freq} must be above "
+            f"model.rope_high_freq = {m.rope_high} must be above "
             f"model.rope_low_freq = {m.rope_low_freq}"
         )
     outside = [layer for layer in m.aux_layers if not 1 <= layer < m.num_layers]

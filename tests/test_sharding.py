@@ -54,12 +54,19 @@ def test_parameters_that_cannot_be_split_are_listed_with_their_size():
     by_path = {row.path: row for row in rows}
     assert by_path["embed"] == ("embed", (64, 30), "embed", 30, 8, 64 * 30 * 4)
     assert [row.bytes for row in rows] == sorted((row.bytes for row in rows), reverse=True)
+    said = sharding.describe_unsharded(mesh, specs(model))
+    weights = 64 * 30 + 16 * 30 + 4 * 30 * 30 + 2 * 30 * 120  # all but six norms of 30
+    assert said.startswith(
+        f"8 parameters are not split as the mesh would allow, {4e-6 * weights:.1f} MB"
+    )
+    assert f"({weights / (weights + 6 * 30):.0%} of" in said and "= 30 does not divide by 8" in said
 
 
 def test_a_width_that_divides_leaves_nothing_unsharded_and_an_eighth_per_device():
     model = ModelConfig(num_layers=1, embed_dim=32, num_heads=4, vocab_size=64, seq_len=16)
     mesh = make_mesh(MeshConfig(data=1, fsdp=8))
     assert sharding.unsharded_table(mesh, specs(model)) == []
+    assert sharding.describe_unsharded(mesh, specs(model)) is None
     whole = 64 * 32 + 16 * 32 + 4 * 32 * 32 + 2 * 32 * 128  # embeddings, attention, MLP
     norms = 6 * 32  # three LayerNorms with bias are held by every device
     assert sharding.bytes_per_device(mesh, specs(model)) == 4 * (whole // 8 + norms)

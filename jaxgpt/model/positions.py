@@ -50,7 +50,7 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
         return np.float32(kept), 1.0
     if cfg.rope_scaling == "llama3":
         rotations = original_len * kept / (2 * math.pi)  # within the original context
-        keep = (rotations - cfg.rope_low_freq) / (cfg.rope_high_freq - cfg.rope_low_freq)
+        keep = (rotations - cfg.rope_low_freq) / (cfg.rope_high - cfg.rope_low_freq)
         attention_factor = 1.0
     else:
 
@@ -58,7 +58,7 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
             wavelength = original_len / (2 * math.pi * rotations)
             return H * math.log(wavelength) / (2 * math.log(cfg.rope_base))
 
-        first = max(math.floor(feature(cfg.rope_high_freq)), 0)
+        first = max(math.floor(feature(cfg.rope_high)), 0)
         last = min(math.ceil(feature(cfg.rope_low_freq)), H - 1)
         keep = 1 - (np.arange(H // 2) - first) / max(last - first, 1e-3)
         attention_factor = 0.1 * math.log(cfg.rope_factor) + 1 if cfg.rope_factor > 1 else 1.0

@@ -82,6 +82,21 @@ def unsharded_table(mesh: Mesh, specs: Any) -> list[Unsharded]:
     return sorted(rows, key=lambda row: -row.bytes)
 
 
+def describe_unsharded(mesh: Mesh, specs: Any) -> str | None:
+    """Return one line on the parameters of `unsharded_table` and what they cost; None for none."""
+    rows = unsharded_table(mesh, specs)
+    if not rows:
+        return None
+    held = sum({row.path: row.bytes for row in rows}.values())
+    share = held / bytes_per_device(mesh, specs)
+    worst, places = rows[0], len({row.path for row in rows})
+    return (
+        f"{places} parameters are not split as the mesh would allow, {held / 1e6:,.1f} MB "
+        f"({share:.0%} of the parameters on each device): the largest is {worst.path} "
+        f"{list(worst.shape)}, whose {worst.axis} = {worst.size} does not divide by {worst.parts}"
+    )
+
+
 def bytes_per_device(mesh: Mesh, specs: Any, itemsize: int = 4) -> int:
     """Return what each device holds of the parameters; `itemsize` bytes each (float32: 4)."""
     leaves: list[ParamSpec] = jax.tree.leaves(specs)

@@ -44,15 +44,16 @@ def train_step(
     grads, sums = gradients(cfg, state.params, batch, state.step, mesh=mesh)
     total, weight = sums.pop("total"), sums["weight"]
     some = weight > 0
-    grads = jax.tree.map(lambda g: g / jnp.where(some, weight, 1.0), grads)
-    params, opt_state, stats = optimizer.update(grads, state.opt_state, state.params, state.step)
+    params, opt_state, stats = optimizer.update(
+        grads,
+        state.opt_state,
+        state.params,
+        state.step,
+        weight=jnp.where(some, weight, 1.0),
+        usable=some & jnp.isfinite(total),
+    )
     finite = jnp.isfinite(total) & jnp.isfinite(stats["grad_norm"])
     changed = finite & some
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(changed, new, old),
-        (params, opt_state),
-        (state.params, state.opt_state),
-    )
     in_row = jnp.where(finite, state.skipped_in_row, state.skipped_in_row + 1)
     state = TrainState(
         step=state.step + 1,
@@ -210,16 +211,6 @@ def make_train_step(cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: Tr
         in_shardings=(shardings, batch_sharding(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
-        compiler_options=compiler_options(cfg.train.compute_dtype, platform(mesh)),
-    )
-
-
-def make_eval_step(cfg: Config, mesh: Mesh, params_shardings: Any) -> Any:
-    """Return `eval_step` compiled for a mesh: `(params, batch) -> (loss sum, weight)`."""
-    return jax.jit(
-        functools.partial(eval_step, cfg, mesh=mesh),
-        in_shardings=(params_shardings, batch_sharding(mesh)),
-        out_shardings=replicated(mesh),
         compiler_options=compiler_options(cfg.train.compute_dtype, platform(mesh)),
     )
 
