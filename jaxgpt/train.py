@@ -109,6 +109,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         model = parameters.specs(cfg.model)
         tx = optimizer.build(cfg.optim, total, parameters.abstract(model, cfg.train.param_dtype))
         placed = states.state_shardings(mesh, cfg, tx)
+        if whole := sharding.describe_unsharded(mesh, model):
+            say(whole)
         claim_folder(run_dir, cfg, say)
 
         # Restore: the newest verified checkpoint, or the initial state in a folder without a run.
