@@ -9,6 +9,7 @@ if nothing had happened, and nothing that only watches (logging, evaluation, sav
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from jaxgpt.config import Config
 from jaxgpt.data import pipeline, store
 from jaxgpt.data.pipeline import Data
 from jaxgpt.data.store import Store, write_atomic
+from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import (
     ConfigError,
     DataError,
@@ -101,7 +103,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         eval_sets = eval_stores(cfg)
         for source in eval_sets.values():
             stack.callback(source.close)
-        check_tokenizers(data, eval_sets)
+        tok = check_tokenizers(data, eval_sets)
         for line in runtime.start_jax(cfg).lines:
             say(line)
         mesh = meshes.make_mesh(cfg.mesh)
@@ -133,7 +135,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             state = restored.state if restored else states.create(cfg, tx, mesh)
         first = done = restored.record.step if restored else 0
         position = restored.record.position if restored else 0
-        write_run_files(run_dir, cfg, data)
+        write_run_files(run_dir, cfg, tok)
         if restored:
             say(f"{run_dir}: resuming at step {done} of {total}")
         if done >= total:
@@ -158,6 +160,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             peak,
             first,
             state=restored.record.meta if restored else None,
+            epochs=functools.partial(pipeline.epochs, data),
         )
         stack.callback(log.close)
 
@@ -213,7 +216,10 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
                 "the same command goes on from there"
             )
         results = evaluate(0)
-        baselines = {name: compressors(source) for name, source in eval_sets.items()}
+        baselines = {
+            name: compressor_baselines(store_bytes(source, tok))
+            for name, source in eval_sets.items()
+        }
         return Outcome(str(run_dir), done, position, results, baselines)
 
 
@@ -255,8 +261,8 @@ def eval_stores(cfg: Config, search: Path | None = None) -> dict[str, Store]:
     return {name: s for name, s in opened.items() if s.num_docs or not default}
 
 
-def check_tokenizers(data: Data, eval_sets: dict[str, Store]) -> None:
-    """Raise DataError for a set whose ids are not those that the model is trained on."""
+def check_tokenizers(data: Data, eval_sets: dict[str, Store]) -> Tokenizer:
+    """Return the tokenizer of all data; DataError where a store has another, or lost its own."""
     for name, source in eval_sets.items():
         if source.tokenizer_digest != data.tokenizer_digest:
             raise DataError(
@@ -264,6 +270,7 @@ def check_tokenizers(data: Data, eval_sets: dict[str, Store]) -> None:
                 f"{source.tokenizer_digest[:12]}, the training data with "
                 f"{data.tokenizer_digest[:12]}; prepare it with the same tokenizer"
             )
+    return store_tokenizer(data.stores[0])
 
 
 def claim_folder(run_dir: Path, cfg: Config, say: Callable[[str], None]) -> None:
@@ -298,14 +305,13 @@ def check_never_saved(run_dir: Path, every: int, say: Callable[[str], None]) -> 
         say(f"{run_dir}: was interrupted before its first checkpoint; starting at step 0")
 
 
-def write_run_files(run_dir: Path, cfg: Config, data: Data) -> None:
+def write_run_files(run_dir: Path, cfg: Config, tok: Tokenizer) -> None:
     """Write what makes the folder self-contained: configuration with origins, tokenizer."""
     if jax.process_index() != 0:
         return
     try:
         write_atomic(run_dir / "config.toml", config.to_toml(cfg).encode())
-        tokenizer_file = Path(data.stores[0].tokenizer_path)
-        write_atomic(run_dir / "tokenizer.model", tokenizer_file.read_bytes())
+        write_atomic(run_dir / "tokenizer.model", Path(tok.path).read_bytes())
     except OSError as error:
         raise StorageError(f"{run_dir}: {error.strerror} ({error.filename})") from None
 
@@ -342,11 +348,5 @@ def describe_probe(probe: Probe) -> str:
     options = ", ".join(f"{name}={value}" for name, value in probe.options.items())
     return (
         f"gradients checked in {probe.compute_dtype} ({options or 'no compiler options'}): worst "
-        f"leaf {probe.leaf} off by "
-        f"{probe.leaf_error:.1%}, at most {probe.tolerance:.1%} is rounding"
+        f"leaf {probe.leaf} off by {probe.leaf_error:.1%}, rounding explains {probe.tolerance:.1%}"
     )
-
-
-def compressors(source: Store) -> dict[str, float]:
-    """Return what gzip and xz reach, in bits per byte, on the documents of a store."""
-    return compressor_baselines(store_bytes(source, store_tokenizer(source)))

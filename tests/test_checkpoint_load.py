@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -75,10 +76,10 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-def save_run(folder: Path, stacked: bool, *steps: int) -> None:
+def save_run(folder: Path, stacked: bool, *steps: int, **identity: str) -> None:
     """A run whose parameters at each step are those of the seed of that number."""
     cfg = config.to_dict(make_config(stacked))
-    checkpointer = Checkpointer(folder / "ckpt", keep=9, identity={}, config_dict=cfg)
+    checkpointer = Checkpointer(folder / "ckpt", keep=9, identity=identity, config_dict=cfg)
     for step in steps:
         state = State(jnp.int32(step), make_params(stacked, step), (make_params(stacked, 99),))
         checkpointer.save(step, state, position=0, meta={})
@@ -228,6 +229,16 @@ def test_the_tokenizer_in_the_run_folder_is_found_from_any_of_its_folders(run):
     (run / "tokenizer.model").write_bytes(b"x")
     for inside in (".", "ckpt", "ckpt/1"):
         assert find_tokenizer(run / inside) == run / "tokenizer.model"
+
+
+def test_only_the_tokenizer_that_the_run_was_trained_with_is_found(tmp_path):
+    right, other = b"a model", b"b model"  # of the same size
+    save_run(tmp_path, False, 1, tokenizer=hashlib.sha256(right).hexdigest())
+    (tmp_path / "tokenizer.model").write_bytes(right)
+    assert find_tokenizer(tmp_path) == tmp_path / "tokenizer.model"
+    (tmp_path / "tokenizer.model").write_bytes(other)
+    with pytest.raises(DataError, match=r"SHA-256 [0-9a-f]{12}\) is in none of .*tokenizer.model"):
+        find_tokenizer(tmp_path)
 
 
 def test_a_missing_tokenizer_is_an_error_that_says_where_it_belongs(run):

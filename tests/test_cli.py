@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from runs import WORDS, jaxgpt, make_store, overrides
 
 from jaxgpt import cli, config
+from jaxgpt.data import tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,10 @@ def test_every_verb_has_help(capsys, verb):
         (["train", "nowhere.toml"], "nowhere.toml"),
         (["train", "learning_rte=1"], "optim.lr"),
         (["train", "--shuffle", "False"], "--shuffle"),
+        (["train", "--shuffle=0"], "--shuffle=0"),
+        (["train", "--no-shuffle"], "--no-shuffle"),
+        (["train", "--data.document_mask", "False"], "--data.document_mask"),
+        (["train", "data.document_mask=False"], "data.document_mask"),
         (["generate", "x", "--temperature", "hot"], "hot"),
         (["eval"], "run"),
     ],
@@ -80,6 +86,14 @@ def test_overrides_may_carry_dashes(capsys, root):
     words = [f"--{word}" for word in overrides(root, "x", train__num_steps=7)]
     shown = as_json(capsys, "train", "--show-config", *words)
     assert shown["config"]["train"]["num_steps"] == 7
+
+
+def test_a_word_of_the_command_beats_the_file_which_beats_the_default(capsys, tmp_path):
+    (tmp_path / "run.toml").write_text("[train]\nnum_steps = 7\n")
+    args = ["train", "--show-config", str(tmp_path / "run.toml")]
+    for words, steps in (([], 7), (["train.num_steps=9"], 9), (["--train.num_steps=9"], 9)):
+        assert as_json(capsys, *args, *words)["config"]["train"]["num_steps"] == steps
+    assert as_json(capsys, *args[:-1])["config"]["train"]["num_steps"] == 0
 
 
 def test_show_config_prints_every_value_and_its_origin_and_trains_nothing(capsys, root):
@@ -190,6 +204,46 @@ def test_a_tokenizer_that_a_store_needs_is_not_replaced_by_another(capsys, root)
     assert "tokenizer.path" in refused(capsys, 64, "tokenizer", "train", *other)[0]
     assert (root / "store/tokenizer.model").read_bytes() == before
     assert not list((root / "store").glob("*.new"))
+
+
+@pytest.mark.parametrize("place", ["file", "command"])
+def test_user_symbols_enter_the_vocabulary_as_they_are_written(capsys, root, tmp_path, place):
+    symbols, model = ["<|a|>", "<x,y>"], tmp_path / "t.model"
+    changes = {"tokenizer__path": str(model), "tokenizer__vocab_size": 300}
+    if place == "file":
+        path = tmp_path / "t.toml"
+        path.write_text(f"[tokenizer]\nuser_symbols = {json.dumps(symbols)}\n")
+        words = [str(path), *overrides(root, "x", **changes)]
+    else:
+        words = overrides(root, "x", tokenizer__user_symbols=symbols, **changes)
+    as_json(capsys, "tokenizer", "train", *words)
+    specials = as_json(capsys, "tokenizer", "info", str(model))["specials"]
+    assert {name for name, i in specials.items() if i > 2} == set(symbols)
+
+
+def swap_tokenizer(model: Path, root: Path) -> None:
+    """Put a tokenizer of the same size with other pieces in the place of `model`."""
+    texts = [path.read_text()[::-1] for path in sorted((root / "corpus").iterdir())]
+    tokenizer.train(texts, model, vocab_size=320)
+
+
+def test_prepare_refuses_a_store_whose_tokenizer_was_swapped(capsys, root, tmp_path):
+    store = shutil.copytree(root / "store", tmp_path / "store")
+    words = overrides(root, "x", data__store=str(store))
+    assert as_json(capsys, "prepare", *words)["already_prepared"] is True
+    swap_tokenizer(store / "tokenizer.model", root)
+    (line,) = refused(capsys, 65, "prepare", *words)
+    assert "tokenizer was" in line
+
+
+def test_generate_passes_over_a_tokenizer_that_the_run_was_not_trained_with(
+    capsys, root, run, tmp_path
+):
+    args = ("--prompt", "the king", "--max-new-tokens", "5", "--temperature", "0")
+    right = as_json(capsys, "generate", str(run), *args)["samples"]
+    copy = shutil.copytree(run, tmp_path / "run")
+    swap_tokenizer(copy / "tokenizer.model", root)
+    assert as_json(capsys, "generate", str(copy), *args)["samples"] == right
 
 
 def test_prepare_again_says_so_and_changes_nothing(capsys, root):

@@ -94,10 +94,19 @@ def test_values_of_the_wrong_type_are_refused_by_name(override):
         ("model.num_layer=3", "model.num_layers"),
         ("modle.num_layers=3", "model.num_layers"),
         ("model.mlp=gelu_tan", "gelu_tanh"),
+        ("optim.name=adam", "adamw"),
     ],
 )
 def test_unknown_keys_and_choices_name_the_nearest_valid_one(override, nearest):
     assert f"did you mean {nearest}?" in refused(override)[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "choice"), [("optim.name=adafactor", "adamw"), ("model.mlp=mish", "swiglu")]
+)
+def test_what_is_not_offered_is_refused_by_name_with_the_choices(override, choice):
+    problem = refused(override)[0]
+    assert all(word in problem for word in (*override.split("="), choice))
 
 
 def test_a_key_at_top_level_of_a_file_is_refused_with_its_line(tmp_path):
@@ -138,6 +147,9 @@ def test_a_missing_file_or_a_folder_is_refused(tmp_path):
         (["mesh.context=2"], ["mesh.context"]),
         (["model.dropout=1"], ["model.dropout", "[0, 1)"]),
         (["model.seq_len=0"], ["model.seq_len", "at least 1"]),
+        (["model.num_layers=0"], ["model.num_layers", "at least 1"]),
+        (["model.embed_dim=0"], ["model.embed_dim", "at least 1"]),
+        (["model.num_heads=0"], ["model.num_heads", "at least 1"]),
         (["model.seq_len=3000000000"], ["model.seq_len"]),
         (["model.aux_layers=[6]"], ["1 to 5"]),
         (["checkpoint.keep=0"], ["checkpoint.keep"]),

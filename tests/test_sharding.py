@@ -56,6 +56,7 @@ def test_parameters_that_cannot_be_split_are_listed_with_their_size():
     assert [row.bytes for row in rows] == sorted((row.bytes for row in rows), reverse=True)
     said = sharding.describe_unsharded(mesh, specs(model))
     weights = 64 * 30 + 16 * 30 + 4 * 30 * 30 + 2 * 30 * 120  # all but six norms of 30
+    assert sharding.bytes_per_device(mesh, specs(model)) == 4 * (weights + 6 * 30)
     assert said.startswith(
         f"8 parameters are not split as the mesh would allow, {4e-6 * weights:.1f} MB"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,20 +85,29 @@ def run_folder(path: str | Path) -> Path:
 def find_tokenizer(path: str | Path) -> Path:
     """Return the tokenizer file of a run; `path` is one of those that `load_params` takes.
 
-    Raises DataError if there is none, naming the places.
+    Only the very file that the run was trained with will do: another one of the same size would
+    turn every id into other text. Raises DataError if it is not found, naming the places.
     """
     root, step = _locate(Path(path))
     step = commit.list_steps(root)[-1] if step is None else step
-    saved = read_record(root, step).config
+    record = read_record(root, step)
+    saved, digest = record.config, record.identity.get("tokenizer")
     named, store = _text(saved, "tokenizer", "path"), _text(saved, "data", "store")
     places = [root.parent / TOKENIZER]  # the run's own copy, which moves with it
     places += [Path(named)] if named else []
     places += [Path(store) / TOKENIZER] if store else []
     for place in places:
-        if place.is_file():
+        if place.is_file() and digest in (None, _sha256(place)):
             return place
-    looked = ", ".join(map(str, places))
-    raise DataError(f"{path}: the tokenizer of this run is in none of {looked}; put it there")
+    looked, which = ", ".join(map(str, places)), f" (SHA-256 {digest[:12]})" if digest else ""
+    raise DataError(
+        f"{path}: the tokenizer of this run{which} is in none of {looked}; put it there"
+    )
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _text(saved: dict[str, Any], section: str, key: str) -> str:

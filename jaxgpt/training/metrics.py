@@ -53,6 +53,7 @@ class RunLog:
     `push` after each step, `paused` around whatever is not training, `state` for each checkpoint
     and, on resume, the same dict as `state=` with the step as `start_step`: the rows are then
     those of an unbroken run. With `run_dir` None (all processes but the first) nothing is written.
+    `epochs` tells from a position how many passes over each source lie before it.
     Raises StorageError if the files cannot be opened; later failures are counted in `errors`.
     """
 
@@ -66,6 +67,7 @@ class RunLog:
         start_step: int = 0,
         *,
         state: Mapping[str, Any] | None = None,
+        epochs: Callable[[int], Mapping[str, float]] | None = None,
         plain: bool | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -74,7 +76,7 @@ class RunLog:
             raise ValueError(f"start_step {start_step} needs the state saved at that step")
         state = state or {"tokens": 0, "window": {}}
         self._every, self._total, self._peak = cfg.log.every, total_steps, peak
-        self._flops = flops_per_token
+        self._flops, self._epochs = flops_per_token, epochs
         self.tokens: int = state["tokens"]  # trained on since step 0
         # What the next row averages: name -> [numerator, denominator].
         self._window: dict[str, list[float]] = {k: list(v) for k, v in state["window"].items()}
@@ -220,6 +222,8 @@ class RunLog:
             "position": position,
         }
         row |= {key: mean for key, mean in means.items() if key not in row}
+        passes = self._epochs(position) if self._epochs else {}
+        row |= {f"epoch/{name}" if len(passes) > 1 else "epoch": n for name, n in passes.items()}
         self._window, self._since = {}, now
         self._timed_tokens, self._waited, self._excluded = 0, 0.0, 0.0
         self._write(row)
