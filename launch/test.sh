@@ -10,20 +10,23 @@ source launch/environment.sh
 
 if [ "${1:-}" = --reference ]; then
   shift
-  PYTHON=${PYTHON_REFERENCE:-}
-  if [ -z "$PYTHON" ]; then
-    for PYTHON in python3.11 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python3 python3; do
-      "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && break
-    done
-  fi
+  python=""
+  for candidate in ${PYTHON:+"$PYTHON"} python3.11 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python3 python3; do
+    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      python=$candidate
+      break
+    fi
+  done
+  [ -n "$python" ] || { echo "jaxgpt: the reference tests need Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 64; }
   environment=.venv-reference
   # The exact version first: only this one is a small CPU build.
-  make_environment "$environment" "$PYTHON" dev,reference "torch==2.13.0"
-  targets=(tests tests/reference)
+  make_environment "$environment" "$python" dev,reference "torch==2.13.0"
+  targets=(tests)
 else
   environment=.venv
+  python=$(find_python)
   extras=dev,$(accelerator_extra)
-  make_environment "$environment" "$(find_python)" "${extras%,}"
+  make_environment "$environment" "$python" "${extras%,}"
   "$environment/bin/python" -m ruff check jaxgpt tests
   targets=(tests --ignore tests/reference)
 fi
