@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jaxgpt.checkpoint.faults import fault
 from jaxgpt.checkpoint.record import MAX_BYTES, Damaged, Record, StoredFile, decode, encode
+from jaxgpt.data.shard import sync_directory
 
 QUARANTINE = "quarantine"
 SUFFIX, PENDING = ".ok.json", ".pending"
@@ -68,15 +69,6 @@ def _write_durably(path: Path, content: bytes) -> None:
         fault("publish.temporary")
     temporary.rename(path)
     sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def seal(directory: Path) -> tuple[StoredFile, ...]:

@@ -167,37 +167,6 @@ def _whole_rows(params: Params, mesh: Mesh | None) -> Params:
     )
 
 
-def eval_step(
-    cfg: Config, params: Params, batch: Batch, *, mesh: Mesh | None = None
-) -> tuple[Array, Array]:
-    """Return (sum of cross-entropy in nats, weight) of a batch [A, B, T]: no dropout, no z-loss."""
-    dtype = jnp.dtype(cfg.train.compute_dtype)
-    params = _whole_rows(params, mesh)
-
-    def one(micro: Batch) -> tuple[Array, Array]:
-        hidden = gpt.hidden(
-            cfg.model,
-            params,
-            micro.tokens,
-            segment_ids=micro.segment_ids,
-            positions=micro.positions,
-            dtype=dtype,
-            constrain=functools.partial(constrain, mesh=mesh),
-        )
-        sums = next_token_sums(
-            hidden,
-            gpt.head(cfg.model, params),
-            micro.targets,
-            micro.weights,
-            softcap=cfg.model.logit_softcap,
-            dtype=dtype,
-            mesh=mesh,
-        )
-        return sums.nll, sums.weight
-
-    return jax.tree.map(jnp.sum, jax.lax.map(one, batch))
-
-
 def make_train_step(cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: TrainState) -> Any:
     """Return `train_step` compiled for a mesh: `(state, batch) -> (state, metrics)`.
 

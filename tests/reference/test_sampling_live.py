@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from jaxgpt.evaluation.sampling import candidates, penalize
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 
 def random_logits(vocab_size: int = 200) -> np.ndarray:
