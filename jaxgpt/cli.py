@@ -11,13 +11,17 @@ Results go to stdout (one JSON object with --json), progress and messages to std
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import signal
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxgpt import __version__, config, runtime
-from jaxgpt.errors import ConfigError, Interrupted, JaxgptError
+from jaxgpt.errors import ConfigError, Interrupted, JaxgptError, StorageError
 from jaxgpt.toml_values import type_name
+from jaxgpt.validation import MAX_SEED
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,6 +29,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+
+def whole(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """Return a converter of words to whole numbers within the bounds, for `add_argument`."""
+
+    def convert(word: str) -> int:
+        number = int(word)
+        if number < lowest or highest is not None and number > highest:
+            rule = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
+            raise argparse.ArgumentTypeError(f"{number}: must be {rule}")
+        return number
+
+    convert.__name__ = "whole number"  # argparse names it where int() refuses a word
+    return convert
 
 
 def fields_help() -> str:
@@ -73,10 +91,8 @@ def build_parser() -> Parser:
         if name != "info":
             sub.add_argument("input", nargs="*", help="text, or ids; without it, standard input")
 
-    sub = verb(
-        verbs, "prepare", "make the token store data.store of data.sources", configured=True
-    )
-    sub.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
+    sub = verb(verbs, "prepare", "make the token store data.store of data.sources", configured=True)
+    sub.add_argument("--workers", type=whole(0), default=0, help="processes; 0: one per core")
 
     sub = verb(verbs, "train", "train a model; a run that exists is continued", configured=True)
     sub.add_argument(
@@ -88,8 +104,9 @@ def build_parser() -> Parser:
     sub.add_argument("--data", action="append", default=[], metavar="[NAME=]PATH",
                      help="token store or text; default: the run's held-out data")  # fmt: skip
     sub.add_argument("--step", type=int, help="checkpoint step; default: the newest")
-    sub.add_argument("--batch", type=int, default=0, help="rows at once; never changes the result")
-    sub.add_argument("--max-rows", type=int, default=0, help="rows per set; 0: all")
+    sub.add_argument("--batch", type=whole(0), default=0,
+                     help="rows at once; never changes the result; 0: as in training")  # fmt: skip
+    sub.add_argument("--max-rows", type=whole(0), default=0, help="rows per set; 0: all")
 
     sub = verb(verbs, "generate", "write text with a checkpoint")
     sub.add_argument("run", help="run folder, or one step folder in its ckpt/")
@@ -100,16 +117,21 @@ def build_parser() -> Parser:
     sub.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
     sub.add_argument("--top-k", type=int, default=0, help="0: off")
     sub.add_argument("--top-p", type=float, default=1.0, help="nucleus; 1: off")
-    sub.add_argument(
-        "--min-p", type=float, default=0.0, help="share of the best token; 0: off"
-    )
+    sub.add_argument("--min-p", type=float, default=0.0, help="share of the best token; 0: off")
     sub.add_argument("--repetition-penalty", type=float, default=1.0, help="1: off")
-    sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--samples", type=int, default=1, help="continuations of each prompt")
+    sub.add_argument("--seed", type=whole(0, MAX_SEED), default=0)
+    sub.add_argument("--samples", type=whole(1), default=1, help="continuations of each prompt")
     sub.add_argument("--window", action="store_true",
                      help="past the context, go on with the most recent tokens")  # fmt: skip
     sub.add_argument("--ignore-eos", action="store_true", help="do not stop at end-of-text")
     return parser
+
+
+def is_configuration(word: str) -> bool:
+    """Tell whether a word that argparse left over belongs to the configuration."""
+    if word.startswith("-"):
+        return word.startswith("--") and "." in word
+    return "=" in word or word.endswith(".toml")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,16 +141,19 @@ def main(argv: list[str] | None = None) -> int:
         runtime.prepare_environment(argv)
         args, rest = build_parser().parse_known_args(argv)
         as_json = getattr(args, "json", False)
-        if rest:  # --section.field=value is accepted beside section.field=value
-            overrides = [word for word in rest if word.startswith("--") and "." in word]
+        if rest:  # --section.field=value is accepted, and words of the configuration after options
+            overrides = [word for word in rest if is_configuration(word)]
             if not hasattr(args, "config") or len(overrides) < len(rest):
                 raise ConfigError(f"unknown arguments: {' '.join(rest)} (see jaxgpt --help)")
             args.config += overrides
+        if argv is None and args.verb in ("eval", "generate"):
+            # Nothing to save, and JAX's garbage callback can swallow a KeyboardInterrupt.
+            signal.signal(signal.SIGINT, leave)
         from jaxgpt import commands  # after the environment is set: it imports JAX
 
         result = commands.run(args)
         if as_json:
-            print(json.dumps(result))
+            print(json.dumps(result), flush=True)
         code = 0
     except JaxgptError as error:
         code = error.exit_code
@@ -142,7 +167,19 @@ def main(argv: list[str] | None = None) -> int:
         code = 130
     except BrokenPipeError:  # the reader of our output left, e.g. `| head`
         code = 0
+    except OSError as error:  # of an output; the rooms name the files they write themselves
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = error.filename or "standard output"
+        print(f"jaxgpt: error: {place}: {error.strerror}; make room", file=sys.stderr)
+        code = StorageError.exit_code
     return code
+
+
+def leave(number: int, frame: object) -> NoReturn:
+    """Signal handler: end now, with the exit code of a forced end."""
+    print("\njaxgpt: interrupted", file=sys.stderr)
+    runtime.hard_exit(130)
 
 
 def entry() -> NoReturn:

@@ -90,7 +90,8 @@ def make_tokenizer(cfg: Config) -> dict[str, Any]:
             )
         fresh.replace(path)
     finally:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # nothing there: training was refused, or it is in place
+            fresh.unlink()
     tok = tokenizer.load(path)
     return {
         "path": str(path),
@@ -242,21 +243,30 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate a checkpoint on held-out stores or text."""
     from jaxgpt import runtime
-    from jaxgpt.checkpoint.load import find_tokenizer, load_params
+    from jaxgpt.checkpoint.load import find_tokenizer, load_params, tokenizer_digest
     from jaxgpt.data import tokenizer
     from jaxgpt.evaluation import perplexity
 
     cfg, params = load_params(args.run, step=args.step)
     for line in runtime.start_jax(cfg).lines:
         say(line)
+    digest = tokenizer_digest(args.run)
     results, baselines = {}, {}
     for name, store_or_texts in eval_inputs(args, cfg):
         if isinstance(store_or_texts, list):
             tok = tokenizer.load(find_tokenizer(args.run))
-            result = perplexity.evaluate_text(cfg, params, tok, store_or_texts, batch=args.batch)
+            result = perplexity.evaluate_text(
+                cfg, params, tok, store_or_texts, batch=args.batch, name=name
+            )
             raw = "".join(store_or_texts).encode()
         else:
             with_store = store_or_texts
+            if digest not in (None, with_store.tokenizer_digest):
+                raise DataError(
+                    f"{name} ({with_store.directory}): made with tokenizer "
+                    f"{with_store.tokenizer_digest[:12]}, the run was trained with {digest[:12]}; "
+                    "prepare it with the tokenizer of the run, or give the text itself"
+                )
             result = perplexity.evaluate(
                 cfg, params, with_store, batch=args.batch, max_rows=args.max_rows
             )
@@ -369,5 +379,10 @@ def read_lines(name: str) -> list[str]:
     """Return the lines of a file of prompts."""
     try:
         return Path(name).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{name}: {error}") from None
+    except OSError as error:
+        raise DataError(f"{name}: cannot read the prompts: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: byte {error.start}: 0x{error.object[error.start]:02X} is not UTF-8; convert "
+            "the file of prompts"
+        ) from None

@@ -35,6 +35,7 @@ AT_LEAST = {
 SHARES = {"optim": {"beta1", "beta2"}, "model": {"dropout"}, "data": {"valid_share"}}
 POSITIVE = {"model": {"norm_eps", "rope_base", "rope_factor"}, "optim": {"eps"}}
 MAX_SEQ_LEN = 1 << 24
+MAX_SEED = (1 << 32) - 1  # JAX keys take 32 bits: seed 2**32 would silently be seed 0
 CHANGEABLE = ("data", "tokenizer", "seed", "optim")
 
 
@@ -56,6 +57,8 @@ def _ranges(cfg: Config) -> Iterator[str]:
         for key in sorted(keys):
             if not (value := getattr(getattr(cfg, section), key)) > 0:
                 yield f"{section}.{key} = {value}: must be above 0"
+    if cfg.run.seed > MAX_SEED:
+        yield f"run.seed = {cfg.run.seed}: must be at most {MAX_SEED}"
     if not 0 <= cfg.optim.end_lr_ratio <= 1:
         yield f"optim.end_lr_ratio = {cfg.optim.end_lr_ratio}: must lie in [0, 1]"
 
@@ -105,12 +108,12 @@ def _training(cfg: Config) -> Iterator[str]:
             f"train.micro_batch = {t.micro_batch}"
         )
     steps = num_steps(cfg)
-    if steps and o.warmup_steps > steps:
+    if steps > 0 and o.warmup_steps > steps:
         yield (
             f"optim.warmup_steps = {o.warmup_steps} is longer than the run, "
             f"train.num_steps = {steps}"
         )
-    if steps and o.schedule == "wsd" and o.warmup_steps + o.decay_steps > steps:
+    if steps > 0 and o.schedule == "wsd" and o.warmup_steps + o.decay_steps > steps:
         yield (
             f"optim.warmup_steps = {o.warmup_steps} and optim.decay_steps = {o.decay_steps} "
             f"do not fit in train.num_steps = {steps}"

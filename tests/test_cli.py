@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from runs import WORDS, jaxgpt, make_store, overrides
+from runs import WORDS, jaxgpt, make_store, overrides, process_environment
 
 from jaxgpt import cli, config
 from jaxgpt.data import tokenizer
@@ -70,6 +76,14 @@ def test_every_verb_has_help(capsys, verb):
         (["train", "data.document_mask=False"], "data.document_mask"),
         (["generate", "x", "--temperature", "hot"], "hot"),
         (["eval"], "run"),
+        (["eval", "x", "--batch", "-1"], "--batch: -1: must be at least 0"),
+        (["eval", "x", "--max-rows", "-2"], "--max-rows: -2: must be at least 0"),
+        (["generate", "x", "--samples", "0"], "--samples: 0: must be at least 1"),
+        (["generate", "x", "--seed", "-1"], "0 to 4294967295"),
+        (["generate", "x", "--seed", "4294967296"], "0 to 4294967295"),
+        (["generate", "x", "--seed", "one"], "'one'"),
+        (["prepare", "--workers", "-1"], "--workers: -1: must be at least 0"),
+        (["train", "run.seed=4294967296"], "run.seed = 4294967296: must be at most 4294967295"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line_with_64(capsys, args, word):
@@ -86,6 +100,23 @@ def test_overrides_may_carry_dashes(capsys, root):
     words = [f"--{word}" for word in overrides(root, "x", train__num_steps=7)]
     shown = as_json(capsys, "train", "--show-config", *words)
     assert shown["config"]["train"]["num_steps"] == 7
+
+
+def test_words_of_the_configuration_may_follow_an_option(capsys, tmp_path):
+    preset = tmp_path / "preset.toml"
+    preset.write_text("[train]\nnum_steps = 7\n")
+    words = ["model.seq_len=32", "--show-config", str(preset), "run.seed=5"]
+    shown = as_json(capsys, "train", *words)["config"]
+    assert (shown["train"]["num_steps"], shown["model"]["seq_len"]) == (7, 32)
+    assert shown["run"]["seed"] == 5
+
+
+def test_a_file_where_the_tokenizer_folder_should_be_is_a_storage_error(capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog lay on the log " * 20)
+    words = [f"data.sources={text}", f"data.store={text}", "tokenizer.vocab_size=275"]
+    lines = refused(capsys, 74, "tokenizer", "train", *words)
+    assert len(lines) == 1 and f"{text}: File exists" in lines[0]
 
 
 def test_a_word_of_the_command_beats_the_file_which_beats_the_default(capsys, tmp_path):
@@ -123,6 +154,15 @@ def test_eval_of_text_files_does_not_depend_on_the_batch(capsys, root, run, tmp_
     assert results[0]["bytes"] == len(" ".join(WORDS * 9))
     for other in results[1:]:
         assert other["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
+
+
+def test_eval_refuses_a_store_made_with_another_tokenizer(capsys, root, run):
+    other = overrides(root, "x", data__store=str(root / "other"), tokenizer__vocab_size=300)
+    assert cli.main(["tokenizer", "train", *other]) == cli.main(["prepare", *other]) == 0
+    capsys.readouterr()
+    lines = refused(capsys, 65, "eval", str(run), "--data", str(root / "other"))
+    digests = [tokenizer.load(root / name / "tokenizer.model").digest for name in ("other", "run")]
+    assert len(lines) == 1 and all(digest[:12] in lines[0] for digest in digests)
 
 
 def test_eval_prints_a_table_for_people(capsys, run):
@@ -279,9 +319,37 @@ def test_the_process_exits_with_the_code_and_prints_no_traceback():
     assert process.stderr.count("\n") == 1 and "/nonexistent/store" in process.stderr
 
 
+@pytest.mark.parametrize("words", [["--show-config"], ["--show-config", "--json"]])
+def test_a_full_disk_under_stdout_is_a_storage_error(words):
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    lines = io.StringIO()
+    with contextlib.redirect_stdout(Full()), contextlib.redirect_stderr(lines):
+        code = cli.main(["train", *words])
+    assert code == 74 and lines.getvalue().count("\n") == 1
+    assert "No space left on device" in lines.getvalue()
+
+
 def test_a_bug_is_70_with_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(cli, "main", lambda: 1 / 0)
     codes = []
     monkeypatch.setattr(cli.runtime, "hard_exit", codes.append)
     cli.entry()
     assert codes == [70] and "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_generation_with_130_and_no_traceback(run):
+    command = [sys.executable, "-m", "jaxgpt.cli", "generate", str(run), "--prompt", "the"]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "1000000", "--window", "--ignore-eos"],
+        env=process_environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.read(1)  # the first text is there
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said

@@ -82,6 +82,13 @@ def run_folder(path: str | Path) -> Path:
     return _locate(Path(path))[0].parent
 
 
+def tokenizer_digest(path: str | Path) -> str | None:
+    """Return the digest of the tokenizer that a run was trained with, None if it is not known."""
+    root, step = _locate(Path(path))
+    step = commit.list_steps(root)[-1] if step is None else step
+    return read_record(root, step).identity.get("tokenizer")
+
+
 def find_tokenizer(path: str | Path) -> Path:
     """Return the tokenizer file of a run; `path` is one of those that `load_params` takes.
 

@@ -178,7 +178,10 @@ def _open(raw: bytes, path: str) -> Tokenizer:
         processor.LoadFromSerializedProto(raw)
         found = [(raw[start:stop].decode(), kind) for start, stop, kind in model_file.pieces(raw)]
     except (RuntimeError, ValueError, IndexError) as error:
-        raise DataError(f"{path}: not a SentencePiece model, or a damaged one") from error
+        raise DataError(
+            f"{path}: not a SentencePiece model, or a damaged one; put it back, or delete it and "
+            "make one with `jaxgpt tokenizer train`"
+        ) from error
 
     normal = {piece: piece.replace(SPACE, " ") for piece, kind in found if kind == NORMAL}
     is_byte = np.array([kind == BYTE for _, kind in found], bool)
@@ -285,7 +288,7 @@ def train(
     expected = [name for name in RESERVED if name != "<unk>"] + list(user_symbols)
     if list(tok.specials) != expected:
         raise DataError(f"special symbols became {list(tok.specials)}, asked for {expected}")
-    with storage_errors(Path(path)):
+    with storage_errors(Path(path).parent):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(Path(path), bytes(raw))
     return tok
@@ -347,5 +350,5 @@ def _explain(message: str, vocab_size: int) -> str:
             f"characters of this text need {limit[1]}"
         )
     if "sentences_.empty()" in message:
-        return "there is no text to train a tokenizer on"
+        return "data.sources: there is no text to train a tokenizer on"
     return f"the tokenizer cannot be trained: {' '.join(message.split())}"
