@@ -50,7 +50,7 @@ make_environment() {
   echo "jaxgpt: installing into $dir, $("$python" --version), a minute or two ..." >&2
   local -a install=("$dir/bin/python" -m pip install --disable-pip-version-check -c launch/constraints.txt)
   if ! { [ -z "$requirement" ] || "${install[@]}" "$requirement"; } >"$log" 2>&1 ||
-    ! "${install[@]}" -e ".[$extras]" >>"$log" 2>&1; then
+    ! "${install[@]}" -e ".${extras:+[$extras]}" >>"$log" 2>&1; then
     echo "jaxgpt: the installation failed; the end of its log ($log):" >&2
     tail -n 15 "$log" >&2
     return 70

@@ -87,3 +87,26 @@ def test_the_constraints_name_every_direct_dependency():
     for requirement in project["dependencies"]:
         name = requirement.split(">")[0].split("=")[0].strip()
         assert name in pinned, name
+
+
+def recording_python(path: Path) -> Path:
+    """An interpreter that makes environments whose python records what pip was asked for."""
+    path.write_text(
+        "#!/bin/sh\n"
+        'if [ "$2" = venv ]; then\n'
+        '  mkdir -p "$4/bin"\n'
+        '  printf \'#!/bin/sh\\necho "$@" >>%s/asked\\n\' "$4" >"$4/bin/python"\n'
+        '  chmod +x "$4/bin/python"\n'
+        "fi\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_an_environment_is_made_once_and_only_missing_extras_are_added(tmp_path):
+    python, made = recording_python(tmp_path / "python"), tmp_path / "env"
+    for extras in ("", "", "dev", "dev", ""):
+        result = shell(f"make_environment {made} {python} '{extras}'")
+        assert result.returncode == 0, result.stderr
+    asked = [line.split(" -e ")[1] for line in (made / "asked").read_text().splitlines()]
+    assert asked == [".", ".[dev]"]
