@@ -212,8 +212,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             saver.finish(done)
         if stop.reason and done < total:
             raise Interrupted(
-                f"{stop.reason}: step {done} of {total} is saved in {run_dir}; "
-                "the same command goes on from there"
+                f"{stop.reason}: step {done} of {total} is saved in {run_dir}; the same command "
+                f"{'without run.overwrite ' if cfg.run.overwrite else ''}goes on from there"
             )
         results = evaluate(0)
         baselines = {
