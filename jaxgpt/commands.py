@@ -92,7 +92,6 @@ def make_tokenizer(cfg: Config) -> dict[str, Any]:
     finally:
         with contextlib.suppress(OSError):  # nothing there: training was refused, or it is in place
             fresh.unlink()
-    tok = tokenizer.load(path)
     return {
         "path": str(path),
         "vocab_size": tok.vocab_size,
@@ -243,14 +242,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate a checkpoint on held-out stores or text."""
     from jaxgpt import runtime
-    from jaxgpt.checkpoint.load import find_tokenizer, load_params, tokenizer_digest
+    from jaxgpt.checkpoint.load import find_tokenizer, load_step
     from jaxgpt.data import tokenizer
     from jaxgpt.evaluation import perplexity
 
-    cfg, params = load_params(args.run, step=args.step)
+    cfg, params, record = load_step(args.run, step=args.step)
     for line in runtime.start_jax(cfg).lines:
         say(line)
-    digest = tokenizer_digest(args.run)
+    digest = record.identity.get("tokenizer")
     results, baselines = {}, {}
     for name, store_or_texts in eval_inputs(args, cfg):
         if isinstance(store_or_texts, list):
@@ -322,8 +321,8 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
         repetition_penalty=args.repetition_penalty,
     )
     prompts = [*args.prompt, *(read_lines(args.prompt_file) if args.prompt_file else [])] or [""]
-    prompts = [prompt for prompt in prompts for _ in range(max(1, args.samples))]
-    cfg, params, step = load_step(args.run, step=args.step)
+    prompts = [prompt for prompt in prompts for _ in range(args.samples)]
+    cfg, params, record = load_step(args.run, step=args.step)
     runtime.start_jax(cfg)
     tok = tokenizer.load(find_tokenizer(args.run))
     streaming = len(prompts) == 1 and not args.json
@@ -347,7 +346,7 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
         on_text=stream if streaming else None,
         dtype=cfg.train.compute_dtype,
     )
-    keep_samples(args, step, prompts, rows)
+    keep_samples(args, record.step, prompts, rows)
     if streaming:
         print("" if shown else prompts[0])
     else:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from jaxgpt.data.store import write_manifest, write_shard
+from jaxgpt.data.store import open_store, write_manifest, write_shard
+from jaxgpt.errors import DataError
 
 E = 2
+COMMON = {"tokenizer_digest": "tokenizer-a", "vocab_size": 64, "eos_id": E}
 Documents = Sequence[Sequence[int]]
 
 
@@ -48,3 +51,21 @@ def random_documents(lengths: Sequence[int], seed: int = 0, vocab_size: int = 64
     """Return documents of the given lengths with ids in 3..vocab_size-1."""
     rng = np.random.default_rng(seed)
     return [rng.integers(3, vocab_size, length).tolist() for length in lengths]
+
+
+def refusal(directory: Path) -> str:
+    """Open a store and read all of it; return the one line of the DataError this must raise."""
+    with pytest.raises(DataError) as caught:
+        open_store(directory).verify()
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1 and str(directory) in message
+    return message
+
+
+SHARDS = [
+    random_documents([5, 1, 1, 9], seed=1),
+    [],
+    random_documents([1], seed=2),
+    random_documents([3, 12], seed=3),
+    [],
+]

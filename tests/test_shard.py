@@ -10,30 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stores import E, random_documents, stream_of, write_store
+from stores import COMMON, SHARDS, E, random_documents, refusal, stream_of, write_store
 
 from jaxgpt.data import shard as shard_file
 from jaxgpt.data.shard import HEADER_BYTES, write_shard
 from jaxgpt.data.store import open_store
 from jaxgpt.errors import DataError, StorageError
-
-SHARDS = [
-    random_documents([5, 1, 1, 9], seed=1),
-    [],
-    random_documents([1], seed=2),
-    random_documents([3, 12], seed=3),
-    [],
-]
-COMMON = {"tokenizer_digest": "tokenizer-a", "vocab_size": 64, "eos_id": E}
-
-
-def refusal(directory: Path) -> str:
-    """Open a store and read all of it; return the one line of the DataError this must raise."""
-    with pytest.raises(DataError) as caught:
-        open_store(directory).verify()
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1 and str(directory) in message
-    return message
 
 
 def test_an_origin_with_newlines_and_undecodable_bytes_comes_back(tmp_path):

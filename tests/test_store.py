@@ -10,28 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stores import E, random_documents, stream_of, write_store
+from stores import COMMON, SHARDS, E, random_documents, refusal, stream_of, write_store
 
 from jaxgpt.data.store import open_store, write_atomic, write_manifest
 from jaxgpt.errors import DataError, StorageError
-
-SHARDS = [
-    random_documents([5, 1, 1, 9], seed=1),
-    [],
-    random_documents([1], seed=2),
-    random_documents([3, 12], seed=3),
-    [],
-]
-COMMON = {"tokenizer_digest": "tokenizer-a", "vocab_size": 64, "eos_id": E}
-
-
-def refusal(directory: Path) -> str:
-    """Open a store and read all of it; return the one line of the DataError this must raise."""
-    with pytest.raises(DataError) as caught:
-        open_store(directory).verify()
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1 and str(directory) in message
-    return message
 
 
 def test_every_range_of_the_stream_reads_as_written(tmp_path):

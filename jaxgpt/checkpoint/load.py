@@ -53,8 +53,8 @@ def load_step(
     *,
     shardings: Callable[[Config], Params] | None = None,
     log: Callable[[str], None] = print_line,
-) -> tuple[Config, Params, int]:
-    """Return what `load_params` does, and the step it is from."""
+) -> tuple[Config, Params, Record]:
+    """Return what `load_params` does, and the commit record of the step it is from."""
     root, named = _locate(Path(path))
     step = named if step is None else step
     tried: list[str] = []
@@ -73,20 +73,13 @@ def load_step(
             continue
         if dtype is not None:
             loaded = jax.tree.map(lambda leaf: leaf.astype(dtype), loaded)
-        return cfg, loaded, candidate
+        return cfg, loaded, record
     raise NothingRestorable(f"{root}: no checkpoint passes verification: {'; '.join(tried)}")
 
 
 def run_folder(path: str | Path) -> Path:
     """Return the run folder of a path that `load_params` takes; raises NothingRestorable."""
     return _locate(Path(path))[0].parent
-
-
-def tokenizer_digest(path: str | Path) -> str | None:
-    """Return the digest of the tokenizer that a run was trained with, None if it is not known."""
-    root, step = _locate(Path(path))
-    step = commit.list_steps(root)[-1] if step is None else step
-    return read_record(root, step).identity.get("tokenizer")
 
 
 def find_tokenizer(path: str | Path) -> Path:
