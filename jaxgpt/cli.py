@@ -45,6 +45,14 @@ def whole(lowest: int, highest: int | None = None) -> Callable[[str], int]:
     return convert
 
 
+def share(word: str) -> tuple[int, int]:
+    """Return (i, n) of `I/N`, for `add_argument`."""
+    number, slash, count = word.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{word}: must be I/N with I from 1 to N, as in 2/8")
+    return int(number), int(count)
+
+
 def fields_help() -> str:
     """Return every configuration field with type, default, unit and meaning, for `--help`."""
     lines = ["configuration fields, given as section.field=value or in a TOML file:"]
@@ -81,6 +89,12 @@ def build_parser() -> Parser:
     tokenizer = verbs.add_parser("tokenizer", help="train, inspect or use a subword tokenizer")
     actions = tokenizer.add_subparsers(dest="action", metavar="ACTION", required=True)
     verb(actions, "train", "train a SentencePiece model on data.sources", configured=True)
+    sub = verb(actions, "import", "make one file of a tokenizer of another program")
+    sub.add_argument("path", help="SentencePiece model, tokenizer.json or tiktoken rank file")
+    sub.add_argument("out", help="file to write, e.g. STORE/tokenizer.model")
+    sub.add_argument("--eos", metavar="NAME", help="symbol that ends a text; default: as in PATH")
+    sub.add_argument("--pattern", metavar="REGEX",
+                     help="what a tiktoken rank file cuts texts into")  # fmt: skip
     for name, summary in (
         ("info", "print vocabulary size, special ids and digest"),
         ("encode", "print the ids of a text"),
@@ -93,6 +107,15 @@ def build_parser() -> Parser:
 
     sub = verb(verbs, "prepare", "make the token store data.store of data.sources", configured=True)
     sub.add_argument("--workers", type=whole(0), default=0, help="processes; 0: one per core")
+    sub.add_argument("--partitions", type=share, metavar="I/N",
+                     help="do this share of the work; `data merge` joins the shares")  # fmt: skip
+    sub.add_argument("--runner", choices=("local", "beam"), default="local",
+                     help="processes of this machine, or an Apache Beam pipeline")  # fmt: skip
+    sub.add_argument("--beam-option", action="append", default=[], metavar="X",
+                     help="as --beam-option=--runner=FlinkRunner, or all after --")  # fmt: skip
+    sub.set_defaults(after_dashes=())
+
+    add_data_verbs(verb, verbs.add_parser("data", help="check, count, merge and look into stores"))
 
     sub = verb(verbs, "train", "train a model; a run that exists is continued", configured=True)
     sub.add_argument(
@@ -127,6 +150,55 @@ def build_parser() -> Parser:
     return parser
 
 
+def add_data_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
+    """Add what `jaxgpt data` can do to its parser."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    what = "CONFIG.toml or a run folder, and section.field=value"
+
+    sub = verb(actions, "stats", "what a store holds, and how a run will use its stores")
+    sub.add_argument(
+        "config", nargs="+", metavar="STORE | CONFIG", help=f"a token store; or {what}"
+    )
+
+    sub = verb(actions, "show", "the rows of a step: their text, documents, files and offsets")
+    sub.add_argument("config", nargs="+", metavar="CONFIG", help=what)
+    sub.add_argument("--step", type=whole(1), metavar="S", help="update of the run, from 1")
+    sub.add_argument("--row", type=whole(1), metavar="R",
+                     help="row of its batch, from 1, with text; default: a line each")  # fmt: skip
+    sub.add_argument("--position", type=whole(0), metavar="P",
+                     help="instead: the row at a position of the stream, from 0")  # fmt: skip
+    sub.add_argument("--split", choices=("train", "valid"), default="train",
+                     help="valid: held-out rows in order, by --position")  # fmt: skip
+    sub.add_argument("--store", default="", metavar="NAME",
+                     help="with --split valid, which of several stores")  # fmt: skip
+
+    sub = verb(actions, "find", "the steps and rows at which a run sees a document")
+    sub.add_argument("config", nargs="+", metavar="CONFIG", help=what)
+    sub.add_argument("--doc", required=True, metavar="ID",
+                     help="number of the document, or its origin as `data show` prints it: whole "
+                     "or an unambiguous part at its start or end (reads all origins)")  # fmt: skip
+    sub.add_argument("--store", default="", metavar="NAME", help="its store, if several have such")
+    sub.add_argument("--steps", type=whole(1), metavar="N", help="look at no more than N steps")
+    sub.add_argument("--first-step", type=whole(1), default=1, metavar="S", help="begin there")
+    sub.add_argument("--limit", type=whole(1), default=10_000, metavar="N",
+                     help="list so many times; all are counted")  # fmt: skip
+
+    sub = verb(actions, "verify", "check every byte of stores; exit code 65 if any is wrong")
+    sub.add_argument("stores", nargs="+", metavar="STORE")
+
+    sub = verb(actions, "merge", "publish the store of `prepare --partitions` runs")
+    sub.add_argument("destination", metavar="DEST", help="store to make, or one of the folders")
+    sub.add_argument("folders", nargs="*", metavar="FOLDER", help="where the shares are")
+
+
+def split_at_dashes(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the words of `prepare` before `--`, and those after it, which are Beam's."""
+    if words[:1] != ["prepare"] or "--" not in words:
+        return words, ()
+    at = words.index("--")
+    return words[:at], tuple(words[at + 1 :])
+
+
 def is_configuration(word: str) -> bool:
     """Tell whether a word that argparse left over belongs to the configuration."""
     if word.startswith("-"):
@@ -139,8 +211,11 @@ def main(argv: list[str] | None = None) -> int:
     as_json = False
     try:
         runtime.prepare_environment(argv)
-        args, rest = build_parser().parse_known_args(argv)
+        words, after_dashes = split_at_dashes(sys.argv[1:] if argv is None else list(argv))
+        args, rest = build_parser().parse_known_args(words)
         as_json = getattr(args, "json", False)
+        if after_dashes:
+            args.after_dashes = after_dashes
         if rest:  # --section.field=value is accepted, and words of the configuration after options
             overrides = [word for word in rest if is_configuration(word)]
             if not hasattr(args, "config") or len(overrides) < len(rest):
@@ -154,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         result = commands.run(args)
         if as_json:
             print(json.dumps(result), flush=True)
-        code = 0
+        code = result.get("exit_code", 0)  # of a verb that has a result and it is bad news
     except JaxgptError as error:
         code = error.exit_code
         label = "" if isinstance(error, Interrupted) else "error: "

@@ -10,212 +10,50 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxgpt import config
+from jaxgpt import config, data_commands
 from jaxgpt.config import Config
-from jaxgpt.errors import ConfigError, DataError
+from jaxgpt.data_commands import is_prepared
+from jaxgpt.errors import DataError
+from jaxgpt.terminal import load_config, say, show
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the verb of the parsed arguments and return its JSON object."""
     verbs = {
-        "prepare": prepare,
+        "prepare": data_commands.prepare,
         "train": train,
         "eval": evaluate,
         "generate": generate,
-        "tokenizer train": tokenizer_train,
-        "tokenizer info": tokenizer_info,
-        "tokenizer encode": tokenizer_encode,
-        "tokenizer decode": tokenizer_decode,
+        "tokenizer train": data_commands.tokenizer_train,
+        "tokenizer import": data_commands.tokenizer_import,
+        "tokenizer info": data_commands.tokenizer_info,
+        "tokenizer encode": data_commands.tokenizer_encode,
+        "tokenizer decode": data_commands.tokenizer_decode,
+        "data merge": data_commands.merge,
+        "data stats": look,
+        "data verify": look,
+        "data show": look,
+        "data find": look,
     }
     action = getattr(args, "action", None)
     return verbs[f"{args.verb} {action}" if action else args.verb](args)
 
 
-def load_config(words: list[str]) -> Config:
-    """Return the configuration of `[CONFIG.toml] [section.field=value ...]`, in any order."""
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise ConfigError(f"one CONFIG.toml at most, but got {', '.join(files)}")
-    return config.load(files[0] if files else None, [word for word in words if "=" in word])
+def look(args: argparse.Namespace) -> dict[str, Any]:
+    """Run a verb that looks into stores."""
+    from jaxgpt import inspect_commands, survey_commands
 
-
-def show(args: argparse.Namespace, text: str) -> None:
-    """Print a result for people; with --json only the object is printed."""
-    if not args.json:
-        print(text, flush=True)
-
-
-def say(text: str) -> None:
-    """Print one line of progress."""
-    print(text, file=sys.stderr, flush=True)
-
-
-# Tokenizer.
-
-
-def tokenizer_path(cfg: Config) -> Path:
-    """Return where the tokenizer of a configuration lies: named, or in the store."""
-    if cfg.tokenizer.path:
-        return Path(cfg.tokenizer.path)
-    if isinstance(cfg.data.store, str) and cfg.data.store:
-        return Path(cfg.data.store, "tokenizer.model")
-    raise ConfigError("tokenizer.path: name a file, for data.store names no single store")
-
-
-def make_tokenizer(cfg: Config) -> dict[str, Any]:
-    """Train the tokenizer of a configuration on its sources; an equal one is left as it is."""
-    from jaxgpt.data import sources, tokenizer
-
-    path, settings = tokenizer_path(cfg), cfg.tokenizer
-    fresh = path.with_name(f"{path.name}.new")
-    try:
-        tok = tokenizer.train(
-            sources.texts(cfg.data),
-            fresh,
-            kind=settings.kind,
-            vocab_size=settings.vocab_size,
-            user_symbols=settings.user_symbols,
-            max_bytes=settings.train_bytes,
-            seed=cfg.run.seed,
-        )
-        if path.exists() and tokenizer.load(path).digest != tok.digest and is_prepared(path.parent):
-            raise ConfigError(
-                f"{path}: the tokens in {path.parent} were made with this tokenizer, and the new "
-                "one differs; set tokenizer.path or use another data.store"
-            )
-        fresh.replace(path)
-    finally:
-        with contextlib.suppress(OSError):  # nothing there: training was refused, or it is in place
-            fresh.unlink()
-    return {
-        "path": str(path),
-        "vocab_size": tok.vocab_size,
-        "digest": tok.digest,
+    verbs = {
+        "stats": survey_commands.data_stats,
+        "verify": survey_commands.data_verify,
+        "show": inspect_commands.data_show,
+        "find": inspect_commands.data_find,
     }
-
-
-def is_prepared(folder: Path) -> bool:
-    """Tell whether a folder holds a finished token store."""
-    return any((folder / split / "manifest.json").exists() for split in ("train", "valid"))
-
-
-def tokenizer_train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train a tokenizer and report its size and digest."""
-    cfg = load_config(args.config)
-    say(f"tokenizer: training {cfg.tokenizer.vocab_size} ids on {', '.join(cfg.data.sources)}")
-    result = make_tokenizer(cfg)
-    show(args, f"tokenizer: {result['vocab_size']} ids in {result['path']}")
-    return result
-
-
-def open_tokenizer(name: str) -> Any:
-    """Return the tokenizer that `name` means: a model file, a token store or a run folder."""
-    from jaxgpt.data import tokenizer
-
-    path = Path(name)
-    return tokenizer.load(path / "tokenizer.model" if path.is_dir() else path)
-
-
-def tokenizer_info(args: argparse.Namespace) -> dict[str, Any]:
-    """Describe a tokenizer."""
-    tok = open_tokenizer(args.model)
-    result = {
-        "path": tok.path,
-        "vocab_size": tok.vocab_size,
-        "eos_id": tok.eos_id,
-        "pad_id": tok.pad_id,
-        "specials": tok.specials,
-        "digest": tok.digest,
-    }
-    show(args, "\n".join(f"{key}: {value}" for key, value in result.items()))
-    return result
-
-
-def tokenizer_encode(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the ids of a text."""
-    tok = open_tokenizer(args.model)
-    text = " ".join(args.input) if args.input else read_stdin()
-    ids = tok.encode(text)
-    show(args, " ".join(map(str, ids)))
-    return {"ids": ids, "bytes": len(text.encode())}
-
-
-def tokenizer_decode(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the text of ids."""
-    tok = open_tokenizer(args.model)
-    words = args.input or read_stdin().split()
-    for word in words:
-        if not word.isdigit() or int(word) >= tok.vocab_size:
-            raise DataError(f"{word!r} is not an id of {tok.path}, 0 to {tok.vocab_size - 1}")
-    text = tok.decode([int(word) for word in words])
-    show(args, text)
-    return {"text": text}
-
-
-def read_stdin() -> str:
-    """Return standard input as text, byte for byte."""
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"standard input is not UTF-8 at byte {error.start}") from None
-
-
-# Data.
-
-
-def make_store(cfg: Config, workers: int = 0) -> dict[str, Any]:
-    """Prepare the token store of a configuration, with progress on stderr."""
-    from jaxgpt.data import prepare as preparation
-
-    return preparation.prepare(cfg, progress=say_progress("prepare"), workers=workers)
-
-
-def say_progress(label: str) -> Any:
-    """Return a function of (done bytes, all bytes, documents) that prints about every 5 seconds."""
-    import time
-
-    last = time.monotonic()
-
-    def progress(done: int, total: int, documents: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 5:
-            last = time.monotonic()
-            share = done / total if total else 1.0
-            say(f"{label}: {share:.0%} of {total / 1e6:.1f} MB, {documents} documents")
-
-    return progress
-
-
-def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """Make a token store and report what went into it."""
-    cfg = load_config(args.config)
-    report = make_store(cfg, args.workers)
-    show(args, store_summary(report))
-    return report
-
-
-def store_summary(report: dict[str, Any]) -> str:
-    """Return the report of `prepare` in a few lines, one per source and one per part."""
-    lines = ["already prepared; nothing to do"] if report.get("already_prepared") else []
-    for source in report["sources"]:
-        lines.append(
-            f"{source['source']}: {source['documents']:,} documents, "
-            f"{source['bytes'] / 1e6:,.1f} MB, {source['tokens']:,} tokens, "
-            f"{source['bytes_per_token']:.2f} bytes per token, "
-            f"{source['byte_token_share']:.1%} single bytes; {source['empty']} empty, "
-            f"{source['bad_skipped']} bad skipped, {source['bad_replaced']} mended"
-        )
-        lines += [f"  {place}" for place in source["bad_places"]]
-    for part in ("train", "valid"):
-        lines.append(
-            f"{part}: {report[part]['documents']:,} documents, {report[part]['tokens']:,} tokens"
-        )
-    return "\n".join(lines)
+    return verbs[args.action](args)
 
 
 # Training.

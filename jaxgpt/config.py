@@ -44,7 +44,11 @@ class RunConfig:
 class TokenizerConfig:
     """How `jaxgpt tokenizer train` makes the subword vocabulary."""
 
-    path: str = opt("", "SentencePiece model file; empty: tokenizer.model in data.store")
+    path: str = opt(
+        "",
+        "SentencePiece model, Hugging Face tokenizer.json or tiktoken rank file; empty: "
+        "tokenizer.model in data.store",
+    )
     kind: Literal["bpe", "unigram"] = opt("bpe", "subword algorithm")
     vocab_size: int = opt(8192, "number of ids, specials and the 256 byte pieces included", "ids")
     user_symbols: tuple[str, ...] = opt(
@@ -60,13 +64,20 @@ class DataConfig:
     """What is prepared, where the prepared tokens lie, and how they are laid out in rows."""
 
     sources: tuple[str, ...] = opt(
-        (), "inputs of `prepare`: paths or globs, `stdlib`, or `tfds:NAME/SPLIT`"
+        (),
+        "inputs of `prepare`: files, folders, globs (also gs:// and s3://), saved Hugging Face "
+        "datasets, `stdlib`, or `tfds:NAME/SPLIT`",
     )
-    text_field: str = opt("text", "field that holds the text in JSONL, parquet and TFDS records")
+    text_field: str = opt("text", "field that holds the text in JSONL, Arrow and TFDS records")
     data_dir: str = opt("", "folder of prepared TFDS builders")
     bad_text: Literal["error", "replace", "skip"] = opt(
-        "error", "what to do with undecodable or malformed records"
+        "error",
+        "undecodable or malformed records: refuse, put U+FFFD where that mends them, or leave them "
+        "out (also files that cannot be read)",
     )
+    min_bytes: int = opt(0, "shorter documents are left out and counted", "UTF-8 bytes")
+    max_bytes: int = opt(0, "longer documents are left out and counted; 0: none", "UTF-8 bytes")
+    dedup: bool = opt(False, "of documents that are equal byte for byte only the first is kept")
     valid_share: float = opt(
         0.02, "share of documents held out, chosen by content hash", "fraction"
     )
@@ -74,7 +85,23 @@ class DataConfig:
         64_000_000, "raw bytes per partition, the unit of work and restart", "bytes"
     )
     store: str | dict[str, float] = opt("", "prepared store, or a table of store = weight")
-    packing: Literal["concat"] = opt("concat", "how documents fill rows")
+    stages: dict[str, dict[str, float]] = opt(
+        {}, "later weights: the first row they hold for = table of store = weight", "rows"
+    )
+    max_epochs: float = opt(0.0, "passes over each store, after which it has run out; 0: no limit")
+    run_out: Literal["stop", "drop"] = opt(
+        "stop", "when a store has run out: end the run, or go on with the weights of the others"
+    )
+    order: Literal["global", "block", "sequential"] = opt(
+        "global",
+        "rows in random order, in random order within stretches that lie together on disk (for "
+        "slow storage), or as stored",
+    )
+    packing: Literal["concat", "best_fit", "best_fit_whole"] = opt(
+        "concat",
+        "how documents fill rows: end to end; each whole where it fits best, longer ones in pieces "
+        "of a row; or the same with longer ones cut off (counted), never continued",
+    )
     document_mask: bool = opt(
         False, "true: attention and positions restart at each document; false: plain causal"
     )

@@ -270,7 +270,8 @@ class Watchdog:
         self.limits = dict(limits)
         self._tick = tick
         self._lock_margin = lock_margin
-        self._phases: list[tuple[str, float, float, float]] = []  # name, limit, began, deadline
+        # Name, limit, began, deadline, and what tells more of a phase that is stuck.
+        self._phases: list[tuple[str, float, float, float, Callable[[], str] | None]] = []
         self._done = threading.Event()
 
     def __enter__(self) -> Watchdog:
@@ -283,18 +284,26 @@ class Watchdog:
         self._thread.join()  # it disarms faulthandler on its way out
 
     @contextlib.contextmanager
-    def phase(self, name: str, limit: float | None = None) -> Iterator[None]:
-        """Watch the enclosed work; `limit` in seconds, by default that of `limits[name]`."""
+    def phase(
+        self,
+        name: str,
+        limit: float | None = None,
+        detail: Callable[[], str] | None = None,
+    ) -> Iterator[None]:
+        """Watch the enclosed work; `limit` in seconds, by default that of `limits[name]`.
+
+        `detail` is asked what was waited for when the work is found stuck.
+        """
         seconds = self.limits[name] if limit is None else limit
         began = time.monotonic()
         outer = self._phases
-        self._phases = [*outer, (name, seconds, began, began + seconds)]
+        self._phases = [*outer, (name, seconds, began, began + seconds, detail)]
         try:
             yield
         finally:
             spent = time.monotonic() - began
             # A new list each time: the thread always sees a whole one, without a lock.
-            self._phases = [(n, lim, start, end + spent) for n, lim, start, end in outer]
+            self._phases = [(n, lim, start, end + spent, d) for n, lim, start, end, d in outer]
 
     def _watch(self) -> None:
         armed: object = None
@@ -310,8 +319,10 @@ class Watchdog:
                     faulthandler.dump_traceback_later(left, exit=True, file=2)
         faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, phase: tuple[str, float, float, float], now: float) -> NoReturn:
-        name, limit, began, _ = phase
+    def _end(self, phase: tuple, now: float) -> NoReturn:
+        name, limit, began, _, detail = phase
+        if detail:
+            name = f"{name} ({detail()})"
         _say(
             f"{_cursor()}{_stacks()}jaxgpt: phase {name} has taken {now - began:.1f} s, limit "
             f"{limit:g} s: stuck; stacks of all threads above; exit {HangError.exit_code}\n",

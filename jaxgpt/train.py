@@ -9,7 +9,6 @@ if nothing had happened, and nothing that only watches (logging, evaluation, sav
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
 from collections.abc import Callable
@@ -20,21 +19,21 @@ from typing import Any
 import jax
 
 from jaxgpt import config, runtime
+from jaxgpt.checkpoint import load
 from jaxgpt.checkpoint.faults import fault
 from jaxgpt.checkpoint.saver import Saver
 from jaxgpt.checkpoint.store import Checkpointer, print_line
 from jaxgpt.config import Config
-from jaxgpt.data import pipeline, store
-from jaxgpt.data.pipeline import Data
-from jaxgpt.data.store import Store, write_atomic
+from jaxgpt.data import pipeline, store, stream
+from jaxgpt.data.ledger import Ledger
+from jaxgpt.data.store import Store
+from jaxgpt.data.stream import Data, History
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import (
     ConfigError,
     DataError,
     Interrupted,
-    NothingRestorable,
     NumericsError,
-    StorageError,
 )
 from jaxgpt.evaluation.perplexity import (
     EvalResult,
@@ -47,21 +46,11 @@ from jaxgpt.model import gpt
 from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
+from jaxgpt.run_folder import check_never_saved, claim_folder, write_run_files
 from jaxgpt.training import metrics, optimizer, step
 from jaxgpt.training import state as states
 from jaxgpt.training.probe import Probe, probe_gradients
-from jaxgpt.training.rows import read_rows
 from jaxgpt.validation import num_steps
-
-# What a run leaves in its folder besides the data store, which may lie there too.
-RUN_FILES = (
-    "ckpt",
-    "metrics.jsonl",
-    "tensorboard",
-    "config.toml",
-    "tokenizer.model",
-    "samples.jsonl",
-)
 
 
 @dataclass(frozen=True)
@@ -95,11 +84,17 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         dog = stack.enter_context(runtime.Watchdog())
 
         # Open: data and devices decide what the configuration leaves open, or refuse it.
-        data = pipeline.open_data(cfg.data, seq_len=cfg.model.seq_len, seed=cfg.run.seed)
+        data = stream.open_data(
+            cfg.data,
+            seq_len=cfg.model.seq_len,
+            seed=cfg.run.seed,
+            history=recorded_history(cfg),
+            say=say,
+        )
         for source in data.stores:
             stack.callback(source.close)
         cfg = complete(cfg, data)
-        total = num_steps(cfg)
+        total = last_step(cfg, data, say)
         eval_sets = eval_stores(cfg)
         for source in eval_sets.values():
             stack.callback(source.close)
@@ -152,6 +147,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         flops = gpt.flops_per_token(cfg.model, True), gpt.flops_per_token(cfg.model, False)
         peak = metrics.measure_matmul_peak(cfg.train.compute_dtype, mesh.devices.ravel().tolist())
         say(metrics.describe(cfg, parameters.count(model), flops, peak))
+        ledger = Ledger(data, position, restored.record.meta.get("ledger") if restored else None)
         log = metrics.RunLog(
             run_dir if jax.process_index() == 0 else None,
             cfg,
@@ -160,12 +156,14 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             peak,
             first,
             state=restored.record.meta if restored else None,
-            epochs=functools.partial(pipeline.epochs, data),
+            ledger=ledger.row,
         )
         stack.callback(log.close)
 
         def save() -> None:
-            ckpt.save(done, state, position=position, meta=log.state())
+            ledger.advance(position)
+            meta = log.state() | {"mixture": stream.record(data), "ledger": ledger.state()}
+            ckpt.save(done, state, position=position, meta=meta)
 
         def evaluate(max_rows: int) -> dict[str, EvalResult]:
             with dog.phase("eval"), log.paused():
@@ -188,7 +186,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         with batches:
             while done < total and not stop.reason:
                 began = time.monotonic()
-                with dog.phase("data"):
+                with dog.phase("data", detail=data.reading):
                     batch = next(batches)
                 waited = time.monotonic() - began
                 with dog.phase("compile" if done == first else "step"):
@@ -223,12 +221,40 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         return Outcome(str(run_dir), done, position, results, baselines)
 
 
+def recorded_history(cfg: Config) -> History | None:
+    """Return what the newest checkpoint of the run says about the mixture; None without one."""
+    if cfg.run.overwrite or (record := load.newest_record(Path(cfg.run.dir))) is None:
+        return None
+    if "mixture" not in record.meta:
+        return None
+    may_change = bool({"data", "mixture"} & set(cfg.checkpoint.allow_change))
+    return stream.recall(record.meta["mixture"], record.position, may_change=may_change)
+
+
+def last_step(cfg: Config, data: Data, say: Callable[[str], None]) -> int:
+    """Return the updates of the run: as configured, or as many whole batches as there is data."""
+    wanted, batch = num_steps(cfg), cfg.train.global_batch
+    there = data.end // batch
+    if not wanted or there < wanted:
+        if there == 0:
+            raise ConfigError(
+                f"data.max_epochs = {cfg.data.max_epochs:g}: leaves {data.end} rows, fewer than "
+                f"train.global_batch = {batch}"
+            )
+        left = f", {data.end % batch} rows left over" if data.end % batch else ""
+        say(f"the data ends after {there} steps (data.max_epochs){left}")
+    return min(wanted or there, there)
+
+
 def complete(cfg: Config, data: Data) -> Config:
     """Return `cfg` with what the data decides; raises ConfigError for what it rules out."""
-    if num_steps(cfg) == 0:
-        raise ConfigError("train.num_steps and train.num_tokens are both 0: say how long to train")
+    if num_steps(cfg) == 0 and data.mixture.end is None:
+        raise ConfigError(
+            "train.num_steps and train.num_tokens are both 0: say how long to train, or set "
+            "data.max_epochs"
+        )
     if cfg.model.vocab_size == 0:
-        origin = f"tokenizer of {', '.join(data.mixture.names)}"
+        origin = f"tokenizer of {', '.join(data.names)}"
         return config.with_values(cfg, origin, model={"vocab_size": data.vocab_size})
     if cfg.model.vocab_size < data.vocab_size:
         raise ConfigError(
@@ -273,49 +299,6 @@ def check_tokenizers(data: Data, eval_sets: dict[str, Store]) -> Tokenizer:
     return store_tokenizer(data.stores[0])
 
 
-def claim_folder(run_dir: Path, cfg: Config, say: Callable[[str], None]) -> None:
-    """Make the run folder; with run.overwrite, set an earlier run in it aside."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        old = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
-        if cfg.run.overwrite and old and jax.process_index() == 0:
-            number = 1
-            while (aside := run_dir / f"previous-{number}").exists():
-                number += 1
-            aside.mkdir()
-            for path in old:
-                path.rename(aside / path.name)
-            say(f"{run_dir}: the earlier run was moved to {aside}")
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir = {run_dir}: {error.strerror} ({error.filename}); choose a folder that can "
-            "be written"
-        ) from None
-
-
-def check_never_saved(run_dir: Path, every: int, say: Callable[[str], None]) -> None:
-    """Raise NothingRestorable in a folder whose run got so far that checkpoints must be lost."""
-    reached = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl")), default=0)
-    if every and reached > every:
-        raise NothingRestorable(
-            f"{run_dir}: this run reached step {reached} and saved every {every} steps, but ckpt/ "
-            "holds nothing; put it back, set run.overwrite=true, or use another run.dir"
-        )
-    if reached:
-        say(f"{run_dir}: was interrupted before its first checkpoint; starting at step 0")
-
-
-def write_run_files(run_dir: Path, cfg: Config, tok: Tokenizer) -> None:
-    """Write what makes the folder self-contained: configuration with origins, tokenizer."""
-    if jax.process_index() != 0:
-        return
-    try:
-        write_atomic(run_dir / "config.toml", config.to_toml(cfg).encode())
-        write_atomic(run_dir / "tokenizer.model", Path(tok.path).read_bytes())
-    except OSError as error:
-        raise StorageError(f"{run_dir}: {error.strerror} ({error.filename})") from None
-
-
 def identity(cfg: Config, data: Data) -> dict[str, str]:
     """Return what must be the same when a run is resumed, by name; see checkpoint.allow_change.
 
@@ -327,7 +310,7 @@ def identity(cfg: Config, data: Data) -> dict[str, str]:
     return {
         "model": json.dumps(model, sort_keys=True),
         "tokenizer": data.tokenizer_digest,
-        "data": data.digest,
+        "data": data.layout,
         "seed": str(cfg.run.seed),
         "optim": json.dumps(tree["optim"], sort_keys=True),
     }

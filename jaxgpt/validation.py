@@ -6,6 +6,7 @@ or anything compiles; checks that need the tokenizer or devices stand where thos
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 # Lower bounds by section: values below are refused.
 AT_LEAST = {
     "tokenizer": {"vocab_size": 1, "train_bytes": 1},
-    "data": {"partition_bytes": 1, "prefetch": 1},
+    "data": {"partition_bytes": 1, "prefetch": 1, "min_bytes": 0, "max_bytes": 0, "max_epochs": 0},
     "model": {
         "num_layers": 1, "embed_dim": 1, "num_heads": 1, "num_kv_heads": 0, "head_dim": 0,
         "mlp_dim": 0, "vocab_size": 0, "seq_len": 1, "sliding_window": 0, "attn_softcap": 0,
@@ -36,12 +37,12 @@ SHARES = {"optim": {"beta1", "beta2"}, "model": {"dropout"}, "data": {"valid_sha
 POSITIVE = {"model": {"norm_eps", "rope_base", "rope_factor"}, "optim": {"eps"}}
 MAX_SEQ_LEN = 1 << 24
 MAX_SEED = (1 << 32) - 1  # JAX keys take 32 bits: seed 2**32 would silently be seed 0
-CHANGEABLE = ("data", "tokenizer", "seed", "optim")
+CHANGEABLE = ("data", "mixture", "tokenizer", "seed", "optim")
 
 
 def problems_of(cfg: Config) -> list[str]:
     """Return one line for each value or combination that cannot work."""
-    return [*_ranges(cfg), *_model(cfg), *_training(cfg), *_rest(cfg)]
+    return [*_ranges(cfg), *_model(cfg), *_data(cfg), *_training(cfg), *_rest(cfg)]
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -100,6 +101,23 @@ def _model(cfg: Config) -> Iterator[str]:
         )
 
 
+def _data(cfg: Config) -> Iterator[str]:
+    d = cfg.data
+    tables = {"data.store": d.store} if isinstance(d.store, dict) else {}
+    tables |= {f"data.stages[{start!r}]": table for start, table in d.stages.items()}
+    for where, table in tables.items():
+        for name, weight in table.items():
+            if not weight > 0:
+                yield f"{where}[{name!r}] = {weight}: must be above 0 (or leave it out)"
+        if not table and where != "data.store":
+            yield f"{where} is empty: name the stores from that row on, with their weights"
+    for start in d.stages:
+        if not re.fullmatch("[1-9][0-9_]{0,17}", start, re.ASCII):
+            yield f"data.stages[{start!r}]: a stage begins at a row, a whole number of at least 1"
+    if 0 < d.max_bytes < d.min_bytes:
+        yield f"data.max_bytes = {d.max_bytes} is below data.min_bytes = {d.min_bytes}"
+
+
 def _training(cfg: Config) -> Iterator[str]:
     t, o = cfg.train, cfg.optim
     if t.micro_batch and t.global_batch % t.micro_batch:
@@ -129,10 +147,6 @@ def _rest(cfg: Config) -> Iterator[str]:
             yield f"mesh.{axis} = {size}: only 1 in this version; use data, fsdp, tensor"
     if list(sizes.values()).count(-1) > 1:
         yield f"only one mesh axis can take the rest (-1): {sizes}"
-    if isinstance(cfg.data.store, dict):
-        for name, weight in cfg.data.store.items():
-            if not weight > 0:
-                yield f"data.store[{name!r}] = {weight}: must be above 0 (or leave it out)"
     unknown = [name for name in cfg.checkpoint.allow_change if name not in CHANGEABLE]
     if unknown:
         yield f"checkpoint.allow_change = {unknown}: choose from {', '.join(CHANGEABLE)}"

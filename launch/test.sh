@@ -20,12 +20,12 @@ if [ "${1:-}" = --reference ]; then
   [ -n "$python" ] || { echo "jaxgpt: the reference tests need Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 64; }
   environment=.venv-reference
   # The exact version first: only this one is a small CPU build.
-  make_environment "$environment" "$python" dev,reference "torch==2.13.0"
+  make_environment "$environment" "$python" dev,beam,reference "torch==2.13.0"
   targets=(tests)
 else
   environment=.venv
   python=$(find_python)
-  extras=dev,$(accelerator_extra)
+  extras=dev,beam,$(accelerator_extra)
   make_environment "$environment" "$python" "${extras%,}"
   "$environment/bin/python" -m ruff check jaxgpt tests
   targets=(tests --ignore tests/reference)

@@ -50,7 +50,13 @@ def overrides(root: Path, run: str, **changes: object) -> list[str]:
         "log.tensorboard": False,
     }
     values |= {key.replace("__", "."): value for key, value in changes.items()}
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return [f"{key}={toml(value)}" for key, value in values.items()]
+
+
+def toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
 
 
 def tiny(root: Path, run: str, **changes: object) -> Config:
@@ -59,12 +65,12 @@ def tiny(root: Path, run: str, **changes: object) -> Config:
 
 def make_store(root: Path) -> Path:
     """Train a tokenizer on a small corpus and prepare it as `root/store`."""
-    from jaxgpt import commands
+    from jaxgpt import data_commands
 
     write_corpus(root / "corpus")
     cfg = tiny(root, "unused")
-    commands.make_tokenizer(cfg)
-    commands.make_store(cfg)
+    data_commands.make_tokenizer(cfg)
+    data_commands.make_store(cfg)
     return root
 
 

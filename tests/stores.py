@@ -8,12 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxgpt.data.store import open_store, write_manifest, write_shard
+from jaxgpt.data.shard import Encoded, document_digest, write_shard
+from jaxgpt.data.store import open_store, write_manifest
 from jaxgpt.errors import DataError
 
 E = 2
 COMMON = {"tokenizer_digest": "tokenizer-a", "vocab_size": 64, "eos_id": E}
 Documents = Sequence[Sequence[int]]
+
+
+def encoded(ids: Sequence[int], num_bytes: int = 1, origin: str = "a") -> Encoded:
+    """Return a document to be written, with a digest made of its ids."""
+    ids = np.array(ids, np.int64)
+    return Encoded(ids, num_bytes, origin, document_digest(ids.tobytes()))
 
 
 def write_store(
@@ -32,7 +39,7 @@ def write_store(
         write_shard(
             directory / f"{number:05d}.shard",
             (
-                (np.array(doc), 2 * len(doc) + index % 3, f"{origin}:{number}:{index}")
+                encoded(doc, 2 * len(doc) + index % 3, f"{origin}:{number}:{index}")
                 for index, doc in enumerate(documents)
             ),
             **common,

@@ -54,7 +54,7 @@ def test_help_of_a_configured_verb_lists_every_field_with_type_default_and_meani
     assert "train.global_batch = 16 rows  (integer)" in text
 
 
-@pytest.mark.parametrize("verb", ["prepare", "train", "eval", "generate", "tokenizer"])
+@pytest.mark.parametrize("verb", ["prepare", "data", "train", "eval", "generate", "tokenizer"])
 def test_every_verb_has_help(capsys, verb):
     with pytest.raises(SystemExit) as left:
         cli.main([verb, "--help"])

@@ -205,17 +205,20 @@ def test_token_counts_beyond_32_bits_are_exact(tmp_path):
     assert written(tmp_path)[0]["tokens"] == 2**33 + 4
 
 
-def test_rows_tell_how_often_each_source_has_been_read(tmp_path):
-    for name, sources in (("one", {"a": 8}), ("two", {"a": 8, "b": 2})):
-        (tmp_path / name).mkdir()
-        passes = lambda p, rows=sources: {name: p / rows[name] for name in rows}  # noqa: E731
-        log = open_log(tmp_path / name, epochs=passes)
-        push(log, 1)  # position 4
-        push(log, 3)  # position 12
-        log.close()
-    assert [row["epoch"] for row in written(tmp_path / "one")] == [0.5, 1.5]
-    found = [(row["epoch/a"], row["epoch/b"]) for row in written(tmp_path / "two")]
-    assert found == [(0.5, 2.0), (1.5, 6.0)]
+def test_rows_tell_what_was_consumed_of_each_source(tmp_path):
+    log = open_log(tmp_path, ledger=lambda position: {"epoch/a": position / 8, "seen/a": position})
+    push(log, 1)  # position 4
+    push(log, 3)  # position 12
+    log.close()
+    assert [(row["epoch/a"], row["seen/a"]) for row in written(tmp_path)] == [(0.5, 4), (1.5, 12)]
+
+
+def test_the_digest_of_the_rows_is_written_in_hexadecimal(tmp_path):
+    log = open_log(tmp_path)
+    scalars = {"loss_sum": jnp.float32(1), "weight": jnp.float32(1)}
+    log.push(1, scalars | {"rows_digest": jnp.uint32(0xFFFFFFFE)}, position=4)
+    log.close()
+    assert written(tmp_path)[0]["rows_digest"] == "fffffffe"
 
 
 def test_after_a_resume_each_step_is_readable_once_and_the_later_attempt_wins(tmp_path):

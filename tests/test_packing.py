@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from stores import E, random_documents, stream_of, write_store
 
-from jaxgpt.data.packing import PAD_ID, Batch, cut, gather, num_rows
+from jaxgpt.data.packing import PAD_ID, Batch, Rows, cut, gather, num_rows
 from jaxgpt.data.store import open_store
 
 LENGTHS = (10, 11, 16, 17)
@@ -22,8 +22,12 @@ def epoch(directory, shards, T: int, document_mask: bool) -> Batch:
     """Return all rows of a store in order, as one Batch [N, T]."""
     write_store(directory, shards)
     store = open_store(directory)
-    rows = [(store, r) for r in range(num_rows(store.stream_len, T))]
-    return cut(*gather(rows, T, document_mask))
+    return read_rows(Rows(store, T), document_mask)
+
+
+def read_rows(source: Rows, document_mask: bool) -> Batch:
+    layout = source.layout(document_mask)
+    return cut(gather([(source, r) for r in range(source.num_rows)], layout), layout)
 
 
 @pytest.mark.parametrize("T", LENGTHS)
@@ -103,10 +107,16 @@ def test_four_documents_in_rows_of_four_lose_no_token(tmp_path):
     documents = [[10, 11, 12, 13, 14], [20, 21], [30, 31, 32], [40]]
     batch = epoch(tmp_path, [documents], 4, True)
     assert batch.tokens.tolist() == [
-        [E, 10, 11, 12], [13, 14, E, 20], [21, E, 30, 31], [32, E, 40, 0]
+        [E, 10, 11, 12],
+        [13, 14, E, 20],
+        [21, E, 30, 31],
+        [32, E, 40, 0],
     ]
     assert batch.targets.tolist() == [
-        [10, 11, 12, 13], [14, E, 20, 21], [E, 30, 31, 32], [E, 40, E, 0]
+        [10, 11, 12, 13],
+        [14, E, 20, 21],
+        [E, 30, 31, 32],
+        [E, 40, E, 0],
     ]
     assert batch.segment_ids.tolist() == [[1] * 4, [1, 1, 2, 2], [1, 2, 2, 2], [1, 2, 2, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 1, 2], [0, 0, 1, 0]]
@@ -135,7 +145,8 @@ def test_an_epoch_has_as_many_rows_as_the_stream_needs(stream_len, T, rows):
 def test_rows_of_padding_have_no_weight(tmp_path):
     write_store(tmp_path, [[[5, 6, 7]]])
     store = open_store(tmp_path)
-    batch = cut(*gather([None, (store, 0), None], 4, True))
+    source = Rows(store, 4)
+    batch = cut(gather([None, (source, 0), None], source.layout(True)), source.layout(True))
     assert batch.weights.tolist() == [[0] * 4, [1] * 4, [0] * 4]
     assert batch.segment_ids.tolist() == [[0] * 4, [1] * 4, [0] * 4]
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxgpt.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxgpt.data import tokenizer
-from jaxgpt.data.shard import write_shard
+from jaxgpt.data.shard import encoded_document, write_shard
 from jaxgpt.data.store import Store, open_store, write_manifest
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import DataError, NumericsError
@@ -53,7 +53,7 @@ def write_store(folder: Path, tok: Tokenizer, texts: list[str]) -> Store:
     }
     shards = []
     for number, part in enumerate([texts[:-1], texts[-1:]]):
-        documents = [(np.array(tok.encode(t), np.int32), len(t.encode()), "x") for t in part]
+        documents = [encoded_document(np.array(tok.encode(t), np.int32), t, "x") for t in part]
         shards.append(write_shard(folder / f"{number}.bin", documents, **common))
     write_manifest(folder, shards, policies={}, report={}, **common)
     return open_store(folder)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from stores import random_documents, stream_of, write_store
 from jaxgpt.config import DataConfig
 from jaxgpt.data import order
 from jaxgpt.data.packing import Batch
-from jaxgpt.data.pipeline import Data, batches, epochs, eval_batches, locate, open_data, sample_rows
+from jaxgpt.data.pipeline import batches, eval_batches, sample_rows
 from jaxgpt.data.store import open_store
+from jaxgpt.data.stream import Data, epochs, locate, open_data
 from jaxgpt.errors import ConfigError, DataError
 
 T = 16
@@ -172,22 +175,20 @@ def test_a_far_position_is_exact_and_fast(root, position):
     assert got == right
 
 
-@pytest.mark.parametrize(
-    "weights, counts", [((0.999, 0.001), (999, 1)), ((0.7, 0.3), (700, 300))]
-)
+@pytest.mark.parametrize("weights, counts", [((0.999, 0.001), (999, 1)), ((0.7, 0.3), (700, 300))])
 def test_a_mixture_draws_exact_shares_and_the_small_source_repeats(tmp_path, weights, counts):
     write_store(tmp_path / "a/train", [random_documents([20] * 1000, 1)])
     write_store(tmp_path / "b/train", [random_documents([20] * 5, 2)])
     names = (str(tmp_path / "a"), str(tmp_path / "b"))
     data = open_data(DataConfig(store=dict(zip(names, weights, strict=True))), seq_len=T, seed=0)
-    rows = {n: r for n, r in zip(data.mixture.names, data.num_rows, strict=True)}
+    rows = {n: r for n, r in zip(data.names, data.num_rows, strict=True)}
     assert rows == {names[0]: -(-21000 // T), names[1]: -(-105 // T)}
     source, epoch, row = locate(data, np.arange(1000))
-    drawn = dict(zip(data.mixture.names, np.bincount(source).tolist(), strict=True))
+    drawn = dict(zip(data.names, np.bincount(source).tolist(), strict=True))
     assert drawn == dict(zip(names, counts, strict=True))
     passes = epochs(data, 1000)
     assert passes == {name: drawn[name] / rows[name] for name in names}
-    small = source == data.mixture.names.index(names[1])
+    small = source == data.names.index(names[1])
     assert epoch[small].tolist() == [visit // 7 for visit in range(counts[1])]
     half = locate(data, np.arange(500, 1000))
     np.testing.assert_array_equal(np.stack(half), np.stack((source, epoch, row))[:, 500:])
@@ -300,6 +301,27 @@ def test_damage_found_while_reading_is_raised_with_type_shard_block_and_position
     assert f"(batch at position {8 + 2 * good})" in message
 
 
+def test_a_shard_that_cannot_be_read_for_now_is_named_while_it_is_waited_for(root, monkeypatch):
+    data = opened(root)
+    reached, go_on = threading.Event(), threading.Event()
+    preadv = os.preadv
+
+    def stuck(*args):
+        reached.set()
+        go_on.wait()
+        return preadv(*args)
+
+    sample_rows(data, np.arange(4))  # all shards are open
+    monkeypatch.setattr(os, "preadv", stuck)
+    with batches(data, position=0, global_batch=1, num_batches=1) as source:
+        reached.wait()
+        words = data.reading()
+        go_on.set()
+        next(source)
+    assert words.startswith(f"reading {root}/store/train/0000") and words.endswith(".shard")
+    assert data.reading() == "reading no shard"
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8, 100])
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_evaluation_sees_each_row_once_in_order_for_any_batch(root, batch, document_mask):
@@ -325,7 +347,8 @@ def test_evaluation_of_the_first_rows_is_the_beginning_of_the_whole(root):
     whole = stacked(list(eval_batches(store, batch=1, **options)))
     first = list(eval_batches(store, batch=3, max_rows=4, **options))
     assert [batch.weights[0].any(axis=1).tolist() for batch in first] == [
-        [True] * 3, [True, False, False]
+        [True] * 3,
+        [True, False, False],
     ]
     rows = jax.tree.map(lambda leaf: leaf[0, :4], stacked(first, axis=1))
     assert_equal(rows, single_rows(jax.tree.map(lambda leaf: leaf[:4], whole)))

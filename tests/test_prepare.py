@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import TEXTS, change, configure, make_corpus, make_models, write_jsonl
+from corpora import stored_documents as documents
 
-from jaxgpt.config import TokenizerConfig
-from jaxgpt.data import tokenizer, workers
+from jaxgpt.config import ModelConfig, TokenizerConfig
+from jaxgpt.data import best_fit, tokenizer
 from jaxgpt.data.prepare import prepare
 from jaxgpt.data.store import open_store
 from jaxgpt.errors import ConfigError, DataError, StorageError
@@ -31,14 +32,10 @@ def cfg(tmp_path, models):
     return make_corpus(tmp_path, models)
 
 
-def documents(cfg, split):
-    """Return the texts of a store, decoded between its end-of-text ids."""
-    store = open_store(cfg.data.store, split)
-    tok = tokenizer.load(store.tokenizer_path)
-    ids = store.read(0, store.stream_len + 1)
-    bounds = np.flatnonzero(ids == store.eos_id)
-    assert bounds[0] == 0 and bounds[-1] == store.stream_len
-    return [tok.decode(ids[a + 1 : b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+def encoded(cfg, split):
+    """Return the ids of each text of a store."""
+    tok = tokenizer.load(cfg.tokenizer.path)
+    return [tok.encode(text) for text in documents(cfg, split)]
 
 
 def test_every_document_is_in_one_split_unchanged_and_in_order(cfg):
@@ -86,11 +83,16 @@ def test_the_held_out_share_is_by_content_so_duplicates_stay_together(tmp_path, 
     assert 3 <= len(set(valid)) <= 21  # of 40 at 0.3: 12, standard deviation 2.9
 
 
-def test_the_held_out_share_is_what_was_asked_for():
-    found = sum(workers.is_held_out(str(i).encode(), 0.15) for i in range(20_000))
-    assert abs(found - 3000) < 4 * (20_000 * 0.15 * 0.85) ** 0.5
-    assert not any(workers.is_held_out(str(i).encode(), 0.0) for i in range(1000))
-    assert all(workers.is_held_out(str(i).encode(), 1.0) for i in range(1000))
+def test_sizes_of_both_splits_are_reported_and_near_the_share(tmp_path, models):
+    write_jsonl(tmp_path / "a.jsonl", [f"photo {i}" for i in range(3670)])
+    cfg = configure(tmp_path, models, [tmp_path / "a.jsonl"], valid_share=0.15)
+    report = prepare(change(cfg, partition_bytes=10**6))
+    train, valid = report["train"]["documents"], report["valid"]["documents"]
+    assert train + valid == report["documents"] == 3670
+    assert abs(valid - 550.5) < 4 * (3670 * 0.15 * 0.85) ** 0.5
+    assert (train, valid) == tuple(
+        open_store(cfg.data.store, split).num_docs for split in ("train", "valid")
+    )
 
 
 def test_documents_stay_in_their_split_when_files_are_added(cfg, tmp_path):
@@ -133,6 +135,25 @@ def test_bad_records_are_counted_with_their_first_places(tmp_path, models):
     assert [place.split(": ")[0].rpartition(":")[2] for place in report["bad_places"]] == ["2", "4"]
 
 
+def test_documents_outside_the_limits_of_length_are_left_out_and_counted(tmp_path, models):
+    texts = ["ab", "abc", "abcd", "abcdefgh", "abcdefghi", "\u00e9\u00e9"]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    cfg = configure(tmp_path, models, [tmp_path / "a.jsonl"], valid_share=0.0)
+    report = prepare(change(cfg, min_bytes=3, max_bytes=8))
+    assert (report["documents"], report["too_short"], report["too_long"]) == (4, 1, 1)
+    assert documents(cfg, "train") == ["abc", "abcd", "abcdefgh", "\u00e9\u00e9"]
+    assert report["bytes"] == 3 + 4 + 8 + 4
+
+
+def test_the_histogram_of_lengths_is_added_up_over_partitions(cfg):
+    report = prepare(cfg)
+    tok = tokenizer.load(cfg.tokenizer.path)
+    powers = [1 << len(tok.encode(text)).bit_length() - 1 for text in TEXTS]
+    expected = {str(power): powers.count(power) for power in sorted(set(powers))}
+    assert report["lengths"] == expected and list(report["lengths"]) == list(expected)
+    assert [sum(s["lengths"].values()) for s in report["sources"]] == [250, 50]
+
+
 def test_byte_fallback_and_forced_cuts_are_counted(tmp_path, models):
     write_jsonl(tmp_path / "a.jsonl", ["\U0001f680", "z" * 5000])
     cfg = configure(tmp_path, models, [tmp_path / "a.jsonl"], valid_share=0.0)
@@ -161,6 +182,41 @@ def test_a_long_compressed_source_is_cut_into_shards(tmp_path, models):
     prepare(cfg)
     assert len(open_store(cfg.data.store).manifest["shards"]) > 10
     assert sorted(documents(cfg, "train") + documents(cfg, "valid")) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "best_fit_whole"])
+def test_the_packing_index_is_built_and_what_it_costs_reported(cfg, packing):
+    cfg = replace(change(cfg, packing=packing), model=ModelConfig(seq_len=16))
+    report = prepare(cfg)
+    for split in ("train", "valid"):
+        store = open_store(cfg.data.store, split)
+        index = best_fit.open_index(store, 16, whole=packing == "best_fit_whole")
+        found = report["packing"][split]
+        lost = sum(max(0, len(text) + 1 - 16) for text in encoded(cfg, split))
+        lost = lost if packing == "best_fit_whole" else 0
+        assert found["truncated_tokens"] == lost
+        assert (lost > 0) == (packing == "best_fit_whole") == (found["truncated_documents"] > 0)
+        inputs = store.stream_len - lost
+        assert found["rows"] == index.num_rows >= inputs / 16
+        assert found["padding_share"] == round(1 - inputs / (16 * index.num_rows), 6)
+
+
+def test_a_finished_store_gets_the_index_of_another_row_length(cfg):
+    assert "packing" not in prepare(cfg)
+    cfg = replace(change(cfg, packing="best_fit"), model=ModelConfig(seq_len=32))
+    report = prepare(cfg)
+    assert report["already_prepared"] and report["packing"]["seq_len"] == 32
+    assert best_fit.open_index(open_store(cfg.data.store), 32, whole=False).num_rows > 0
+    assert prepare(cfg) == report
+
+
+def test_a_damaged_packing_index_is_built_again(cfg):
+    cfg = replace(change(cfg, packing="best_fit"), model=ModelConfig(seq_len=32))
+    report = prepare(cfg)
+    path = best_fit.index_path(open_store(cfg.data.store), 32, whole=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert prepare(cfg)["packing"] == report["packing"] and path.read_bytes() == whole
 
 
 def test_workers_import_neither_jax_nor_tensorflow():
@@ -233,6 +289,38 @@ def test_an_error_in_a_worker_reaches_the_user_whole(cfg, tmp_path):
         file.write(b"no json\n")
     with pytest.raises(DataError, match=r"records\.jsonl:251: not JSON"):
         prepare(cfg, workers=2)
+
+
+def test_a_file_that_changes_after_it_was_listed_is_refused_and_the_rest_kept(cfg, tmp_path):
+    last = tmp_path / "files" / "49.txt"
+    changed = []
+
+    def change_last(*_):
+        if not changed:
+            last.write_text("another text")
+            changed.append(last)
+
+    with pytest.raises(DataError, match=r"49\.txt: changed while it was read; prepare again"):
+        prepare(cfg, change_last, workers=1)
+    assert not Path(cfg.data.store, "prepared.json").exists()
+    assert prepare(cfg)["documents"] == 300
+    assert "another text" in documents(cfg, "train") + documents(cfg, "valid")
+
+
+def test_a_file_that_goes_after_it_was_listed_is_refused(cfg, tmp_path):
+    with pytest.raises(DataError, match=r"49\.txt: .*No such file"):
+        prepare(cfg, lambda *_: (tmp_path / "files" / "49.txt").unlink(missing_ok=True), workers=1)
+
+
+def test_all_partitions_that_fail_are_told_at_once(cfg, tmp_path):
+    for name in ("10.txt", "40.txt"):
+        (tmp_path / "files" / name).write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(DataError) as refused:
+        prepare(cfg)
+    assert "10.txt" in str(refused.value) and "40.txt" in str(refused.value)
+    for name in ("10.txt", "40.txt"):
+        (tmp_path / "files" / name).write_text("coffee")
+    assert prepare(cfg)["documents"] == 300
 
 
 def test_a_folder_that_cannot_be_made_is_a_storage_error(cfg, tmp_path):

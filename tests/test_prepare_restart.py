@@ -33,89 +33,26 @@ def cfg(tmp_path, models):
     return make_corpus(tmp_path, models)
 
 
-def digests(report):
-    return report["train"]["digest"], report["valid"]["digest"]
+SCENARIOS = (
+    "fresh", "after another", "another after", "dedup", "grown", "grown dedup", "grown and back",
+    "share", "merge",
+)  # fmt: skip
 
 
-KILLED_AT_EACH_CHANGE = """
-import json, os, shutil, signal, sys
-from dataclasses import replace
-from pathlib import Path
-from jaxgpt import config
-from jaxgpt.data.prepare import prepare
-
-sources, store, model = sys.argv[1:]
-overrides = [f"data.sources={json.dumps([sources])}", f"data.store={store}",
-             f"tokenizer.path={model}", "data.valid_share=0.1", "data.partition_bytes=20000"]
-cfg = config.load(None, overrides)
-other = replace(cfg, data=replace(cfg.data, valid_share=0.5))
-
-def die_at(count):
-    calls = 0
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-        return call
-    for name in ("replace", "mkdir", "unlink", "rmdir"):
-        setattr(os, name, counted(getattr(os, name)))
-
-def in_child(function):
-    pid = os.fork()
-    if not pid:
-        try:
-            function()
-        finally:
-            os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-def stop_after_one(*_):
-    raise KeyboardInterrupt
-
-def fresh(count):
-    def work():
-        die_at(count)
-        prepare(cfg, workers=1)
-    return in_child(work)
-
-def switched(count):
-    in_child(lambda: prepare(cfg, stop_after_one, workers=1))
-    def work():
-        die_at(count)
-        prepare(other, stop_after_one, workers=1)
-    return in_child(work)
-
-outcomes = []
-for scenario in (fresh, switched):
-    killed, count = True, 0
-    while killed:
-        count += 1
-        shutil.rmtree(store, ignore_errors=True)
-        killed = scenario(count) != 0
-        report = prepare(cfg, workers=1)
-        files = [path for path in Path(store).rglob("*") if path.is_file()]
-        left = sorted(path.relative_to(store).as_posix() for path in files)
-        outcomes.append([report["train"]["digest"], report["valid"]["digest"], left])
-print(json.dumps(outcomes))
-"""
-
-
-def test_a_run_killed_before_any_change_on_disk_ends_in_the_same_store(cfg, tmp_path, models):
-    source, store = cfg.data.sources[0], tmp_path / "killed"
-    command = [sys.executable, "-c", KILLED_AT_EACH_CHANGE, source, str(store)]
-    command += [str(models / "a.model")]
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_work_killed_before_any_change_on_disk_ends_in_the_same_files(tmp_path, models, scenario):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:90])
+    write_jsonl(tmp_path / "b.jsonl", TEXTS[85:140])
+    write_jsonl(tmp_path / "copies.jsonl", TEXTS[60:100] + TEXTS[60:70])
+    child = Path(__file__).with_name("prepare_child.py")
+    command = [sys.executable, str(child), scenario, str(tmp_path), str(models / "a.model")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    outcomes = json.loads(result.stdout)
-    whole = change(cfg, sources=(source,), store=str(tmp_path / "whole"), partition_bytes=20000)
-    report = prepare(whole, workers=1)
-    files = [path for path in Path(whole.data.store).rglob("*") if path.is_file()]
-    names = sorted(path.relative_to(whole.data.store).as_posix() for path in files)
-    assert len(outcomes) >= 50
-    assert all(outcome == [*digests(report), names] for outcome in outcomes)
+    outcome = json.loads(result.stdout)
+    whole, *trees = outcome["trees"]
+    assert outcome["kills"] >= 10 and len(trees) == outcome["kills"] + 1
+    assert "prepared.json" in whole and not any("partial" in name for name in whole)
+    assert all(tree == whole for tree in trees)
 
 
 HALTED = """
@@ -163,7 +100,7 @@ def test_a_killed_run_with_workers_goes_on_to_the_same_store(cfg, tmp_path, halt
     finished = len(list(Path(cfg.data.store, ".prepare").glob("[0-9]*.json")))
     seen = []
     report = prepare(cfg, lambda *state: seen.append(state), workers=1)
-    assert finished > 5 and seen[0][0] > seen[0][1] // 2  # what was done was not done again
+    assert finished >= 2 and seen[0][0] > seen[0][1] // 2  # what was done was not done again
     assert report == prepare(change(cfg, store=str(tmp_path / "whole")))
 
 
@@ -192,7 +129,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(cfg):
 
 
 def test_a_lock_that_is_held_is_released_after_an_error(cfg, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_publish", lambda *_: 1 / 0)
+    monkeypatch.setattr(prepare_module, "publish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare(cfg)
     with open(Path(cfg.data.store, ".lock")) as file:
@@ -224,7 +161,7 @@ def test_a_store_of_other_settings_is_refused_by_name(cfg, options, named):
 def test_a_store_of_other_input_is_refused(cfg, tmp_path):
     prepare(cfg)
     write_jsonl(tmp_path / "records.jsonl", TEXTS[:200])
-    with pytest.raises(DataError, match=r"input was '\d+ bytes in \d+ pieces, .*', now '\d+ bytes"):
+    with pytest.raises(DataError, match=r"something else: \S+records\.jsonl has changed; delete"):
         prepare(cfg)
 
 
@@ -269,7 +206,7 @@ def test_the_tokenizer_beside_the_data_is_used_by_default(cfg, models):
 def test_a_store_damaged_since_is_not_taken_for_finished(cfg):
     prepare(cfg)
     next(Path(cfg.data.store, "train").glob("*.shard")).unlink()
-    with pytest.raises(DataError, match=r"is damaged, delete it and prepare again: .*\.shard"):
+    with pytest.raises(DataError, match=r"is damaged: .*\.shard: .*; restore the file, or delete"):
         prepare(cfg)
 
 

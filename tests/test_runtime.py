@@ -298,12 +298,12 @@ from jaxgpt.runtime import Watchdog
 def wait_for_data(): time.sleep(60)
 def other_thread(): time.sleep(60)
 threading.Thread(target=other_thread).start()
-with Watchdog(tick=0.05) as dog, dog.phase("data", 0.2): wait_for_data()
+with Watchdog(tick=0.05) as dog, dog.phase("data", 0.2, lambda: "reading x"): wait_for_data()
 """
     code, _, err = outcome(python(code))
     assert code == 76
     assert "in wait_for_data" in err and "in other_thread" in err
-    assert "phase data has taken" in err.splitlines()[-1] and "limit 0.2 s" in err
+    assert "phase data (reading x) has taken" in err.splitlines()[-1] and "limit 0.2 s" in err
 
 
 def test_phases_within_their_limits_are_left_alone_and_an_inner_one_suspends_the_outer():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -53,3 +54,9 @@ def test_documentation_is_the_same_in_another_process():
     command = [sys.executable, "-c", code]
     other = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
     assert other.stdout == stdlib.documentation("itertools") + "\n"
+
+
+def test_documentation_counts_as_changed_with_another_version_of_python():
+    slices = [part for partition in sources.partitions(CFG) for part in partition.slices]
+    modules = {part.path: part.stamp for part in slices if part.kind == "module"}
+    assert len(modules) > 50 and set(modules.values()) == {platform.python_version()}

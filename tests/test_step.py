@@ -16,7 +16,8 @@ from tiny import TINY, random_params
 
 from jaxgpt.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxgpt.data.packing import Batch
-from jaxgpt.data.pipeline import batches, open_data
+from jaxgpt.data.pipeline import batches
+from jaxgpt.data.stream import open_data
 from jaxgpt.errors import ConfigError
 from jaxgpt.evaluation.generate import generate
 from jaxgpt.model import gpt
@@ -62,7 +63,7 @@ def initial(cfg: Config) -> TrainState:
     params, zero = random_params(cfg.model), np.int32(0)
     like = abstract_state(cfg, optimizer(cfg)).opt_state
     moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
-    return jax.tree.map(jnp.asarray, TrainState(zero, params, moments, zero, zero))
+    return jax.tree.map(jnp.asarray, TrainState(zero, params, moments, zero, zero, np.uint32(0)))
 
 
 def logged_sums(cfg: Config, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:

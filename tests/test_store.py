@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,10 +30,18 @@ def test_every_range_of_the_stream_reads_as_written(tmp_path):
 def test_documents_open_where_their_end_of_text_id_stands(tmp_path):
     write_store(tmp_path, SHARDS)
     store, stream = open_store(tmp_path), stream_of(SHARDS)
-    out = np.empty(len(stream), np.int32)
-    opens = store.read_into(0, out)
-    assert opens.tolist() == [p for p, i in enumerate(stream[:-1]) if i == E]
-    assert store.read_into(4, out[:10]).tolist() == [p for p in range(10) if stream[4 + p] == E]
+    for start in range(len(stream)):
+        for stop in range(start, len(stream) + 1):
+            right = [p - start for p in range(start, min(stop, len(stream) - 1)) if stream[p] == E]
+            assert store.opens(start, stop).tolist() == right
+
+
+def test_ids_are_read_in_place_and_in_the_dtype_of_the_store(tmp_path):
+    write_store(tmp_path, SHARDS)
+    store, stream = open_store(tmp_path), stream_of(SHARDS)
+    out = np.zeros((3, 7), store.dtype)
+    store.read_into(4, out[1])
+    assert out.tolist() == [[0] * 7, stream[4:11], [0] * 7]
 
 
 def test_documents_of_one_and_of_a_million_tokens_read_as_written(tmp_path):
@@ -113,7 +122,7 @@ def resealed(path: Path, **changes) -> None:
         (lambda path: edited(path, eos_id=3), "edited or damaged"),
         (lambda path: edited(path, shards=[]), "edited or damaged"),
         (lambda path: edited(path, report={"docs": 9}), "edited or damaged"),
-        (lambda path: edited(path, version=2), "version is 2, this program reads 1"),
+        (lambda path: edited(path, version=1), "version is 1, this program reads 2"),
         (lambda path: edited(path, format="other"), "format is 'other'"),
     ],
 )
@@ -214,3 +223,65 @@ def test_several_threads_read_the_same_as_one(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         parts = list(pool.map(lambda start: store.read(start, start + 50).tolist(), starts))
     assert parts == [stream[start : start + 50] for start in starts]
+
+
+def test_an_earlier_generation_stays_readable_by_its_identity(tmp_path):
+    first = write_store(tmp_path, SHARDS)
+    names = ("00000.shard", "00003.shard")
+    more = [entry for entry in open_store(tmp_path).manifest["shards"] if entry["name"] in names]
+    second = write_manifest(tmp_path, more, policies={}, report={}, generation=2, **COMMON)
+    assert first != second
+    assert open_store(tmp_path).digest == second
+    older = open_store(tmp_path, digest=first)
+    assert older.read(0, older.stream_len + 1).tolist() == stream_of(SHARDS)
+    with pytest.raises(DataError, match=f"has no data abc, only {second[:12]}, {first[:12]}"):
+        open_store(tmp_path, digest="abc")
+
+
+def test_publishing_a_generation_again_changes_nothing(tmp_path):
+    first = write_store(tmp_path, SHARDS)
+    entries = open_store(tmp_path).manifest["shards"]
+    for _ in range(2):
+        write_manifest(tmp_path, entries[:1], policies={}, report={}, generation=2, **COMMON)
+    assert sorted(p.name for p in tmp_path.glob("manifest*")) == [
+        "manifest-000001.json",
+        "manifest.json",
+    ]
+    assert open_store(tmp_path, digest=first).digest == first
+
+
+def many_shards(directory: Path, count: int, size: int) -> None:
+    """Write a store of `count` shards of which all but the first are names and sizes only."""
+    write_store(directory, [SHARDS[0]])
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (entry,) = manifest["shards"]
+    entries = [entry]
+    for number in range(1, count):
+        name = f"{number:06}.shard"
+        os.close(os.open(directory / name, os.O_CREAT | os.O_WRONLY))
+        os.truncate(directory / name, size)  # sparse: takes no room
+        tokens = {"num_docs": 10**5, "num_tokens": 25 * 10**7, "num_bytes": 10**9}
+        entries.append(entry | tokens | {"name": name, "size": size})
+    write_manifest(directory, entries, policies={}, report={}, **COMMON)
+
+
+def test_sixty_thousand_shards_open_in_two_seconds(tmp_path):
+    many_shards(tmp_path, 60_000, 10**9)
+    began = time.monotonic()
+    store = open_store(tmp_path)
+    assert time.monotonic() - began < 2
+    assert store.stream_len > 15 * 10**12 and store.num_shards == 60_000
+    assert store.read(0, 16).tolist() == stream_of([SHARDS[0]])[:16]
+
+
+@pytest.mark.parametrize("damage", ["resize", "remove", "header"])
+def test_among_many_shards_a_missing_or_damaged_one_is_named(tmp_path, damage):
+    many_shards(tmp_path, 1100, 5000)
+    path = tmp_path / "001099.shard"
+    if damage == "remove":
+        path.unlink()
+    elif damage == "resize":
+        os.truncate(path, 4999)
+    with pytest.raises((DataError, StorageError), match="001099.shard"):
+        store = open_store(tmp_path)
+        store.read(store.stream_len - 5, store.stream_len)  # headers are read on first touch

@@ -12,9 +12,18 @@ from pathlib import Path
 
 import jax
 import pytest
-from runs import fingerprints, jaxgpt, make_store, overrides, process_environment, rows, tiny
+from runs import (
+    fingerprints,
+    jaxgpt,
+    make_store,
+    overrides,
+    process_environment,
+    rows,
+    tiny,
+    write_corpus,
+)
 
-from jaxgpt import config
+from jaxgpt import config, data_commands
 from jaxgpt.data import tokenizer
 from jaxgpt.errors import ConfigError, DataError, Interrupted, NothingRestorable, NumericsError
 from jaxgpt.parallel import mesh as meshes
@@ -145,6 +154,59 @@ def test_a_longer_run_goes_on_from_a_shorter_one(root, capsys):
     train(tiny(root, "longer", train__num_steps=6, **constant))
     assert "resuming" in capsys.readouterr().err
     assert [row["step"] for row in rows(root / "longer") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_rows_consumed_have_one_digest_whatever_the_batch_and_the_interruptions(
+    monkeypatch, root, golden
+):
+    right = {row["position"]: row["rows_digest"] for row in rows(golden) if "loss" in row}
+    assert len(set(right.values())) == 20
+    resumed = interrupt_and_finish(monkeypatch, root, "digest", 7)
+    assert {r["position"]: r["rows_digest"] for r in rows(resumed) if "loss" in r} == right
+    train(tiny(root, "double", train__global_batch=16, train__num_steps=10))
+    double = {row["position"]: row["rows_digest"] for row in rows(root / "double") if "loss" in row}
+    assert len(double) == 10 and double.items() <= right.items()
+
+
+def test_the_ledger_goes_on_over_an_interruption(monkeypatch, root, golden):
+    keys = ("position", "epoch", "seen", "padded", "masked")
+    right = [tuple(row[key] for key in keys) for row in rows(golden) if "loss" in row]
+    resumed = interrupt_and_finish(monkeypatch, root, "ledger", 7)
+    assert [tuple(row[key] for key in keys) for row in rows(resumed) if "loss" in row] == right
+    assert all(seen + padded == 16 * position for position, _, seen, padded, _ in right)
+
+
+def test_a_run_without_a_number_of_steps_ends_with_the_data(root, golden):
+    said = []
+    cfg = tiny(root, "ends", train__num_steps=0, data__max_epochs=1.0)
+    outcome = train(cfg, said.append)
+    (words,) = [line for line in said if "the data ends after" in line]
+    last = [row for row in rows(root / "ends") if "loss" in row][-1]
+    assert outcome.step == last["step"] and f"ends after {outcome.step} steps" in words
+    assert (
+        1 - 8 * last["epoch"] / last["position"] < last["epoch"] <= 1
+    )  # less than a batch is left
+
+
+def test_other_weights_need_permission_and_begin_where_the_run_is(monkeypatch, root):
+    other = root / "other"
+    write_corpus(other / "corpus", num_files=12)
+    store, second = str(root / "store"), str(other / "second")
+    data_commands.make_store(
+        tiny(other, "x", data__store=second, tokenizer__path=f"{store}/tokenizer.model")
+    )
+    run = {"train__num_steps": 6, "optim__schedule": "constant", "eval__store": store}
+    train(tiny(root, "mixed", data__store={store: 0.5, second: 0.5}, **run))
+    run["train__num_steps"] = 12
+    with pytest.raises(ConfigError, match="from row 48 on.*allow_change"):
+        train(tiny(root, "mixed", data__store={store: 1.0}, **run))
+    allowed = {"checkpoint__allow_change": ["mixture"]}
+    train(tiny(root, "mixed", data__store={store: 1.0}, **allowed, **run))
+    table = [row for row in rows(root / "mixed") if "loss" in row]
+    assert [row["step"] for row in table] == list(range(1, 13))
+    before, after = table[5], table[11]
+    assert before[f"seen/{second}"] > 0 and before[f"seen/{store}"] > 0
+    assert after["seen"] >= before[f"seen/{store}"] + 6 * 8 * 16 - 16
 
 
 def copy_run(root: Path, golden: Path, name: str) -> Path:

@@ -66,3 +66,79 @@ def test_the_pattern_is_the_finest_that_splits_no_piece():
     assert words.choose([" the", "\n\t", "9", "\u00e9(", "  "]) is words.FINE
     assert words.choose([" the", "it's"]) is words.COARSE
     assert words.choose(["of the"]) is None
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Sections of 8 to 40 characters."""
+    monkeypatch.setattr(words, "SHORTEST_SECTION", 8)
+    monkeypatch.setattr(words, "LONGEST_SECTION", 40)
+    return words.sections((words.AT_SPACE, words.AT_LINE))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the king went", ["the king", " went"]),
+        ("0123456789 a b", ["0123456789", " a b"]),
+        ("a 345678\nb c", ["a 345678\n", "b c"]),
+        ("the king  went", ["the king  went"]),  # a run of spaces belongs to what is after it
+        ("the king\n\nwent on", ["the king\n\nwent", " on"]),
+        ("the king\r\nwent on", ["the king\r\nwent", " on"]),
+        (
+            "\u2581\u2581\u2581\u2581\u2581\u2581\u2581\u2581 b",
+            ["\u2581\u2581\u2581\u2581\u2581\u2581\u2581\u2581 b"],
+        ),
+        ("x" * 90, ["x" * 40, "x" * 40, "x" * 10]),
+        ("", []),
+    ],
+)
+def test_sections_end_before_a_single_space_or_after_a_single_newline(short, text, expected):
+    assert [unit for block in words.split(short, text) for unit in block] == expected
+
+
+def test_forced_cuts_of_sections_are_counted(short):
+    assert words.forced_cuts(short, "x" * 90) == 2
+    assert words.forced_cuts(short, "the king went " * 9) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(ANY_TEXT, st.integers(0, 60))
+def test_a_unit_is_certain_when_the_next_has_begun(text, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "SHORTEST_SECTION", 4)
+        patch.setattr(words, "LONGEST_SECTION", 12)
+        pattern = words.sections((words.AT_SPACE, words.AT_LINE))
+    for cut in (pattern, words.FINE, words.COARSE):
+        whole, part = cut.findall(text), cut.findall(text[:size])
+        assert part[:-1] == whole[: max(len(part) - 1, 0)]
+
+
+def by_letter(texts):
+    return [list(map(ord, text)) for text in texts]
+
+
+def with_space(texts):
+    return by_letter([f" {text}" for text in texts])
+
+
+def in_sevens(texts):
+    """Return ids that depend on the length of the text."""
+    return [[len(text) % 7, *map(ord, text)] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "encode", "places", "skip_space"),
+    [
+        ([b" the", b"\n\n"], by_letter, (words.AT_SPACE, words.AT_LINE), False),
+        ([b"of the"], by_letter, (words.AT_LINE,), False),
+        ([b";\nint"], by_letter, (words.AT_SPACE,), False),
+        ([b"of the", b";\nint"], by_letter, (), False),
+        ([b" the"], with_space, (words.AT_SPACE,), True),
+        ([b" the"], in_sevens, (), False),
+    ],
+)
+def test_places_to_cut_are_those_that_neither_pieces_nor_examples_refute(
+    pieces, encode, places, skip_space
+):
+    assert words.choose_sections(pieces, encode) == (words.sections(places), skip_space)

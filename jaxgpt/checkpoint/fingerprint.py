@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.training.audit import mix
+
 Array = jax.Array
 
 
@@ -74,7 +76,7 @@ def _measure(x: Array) -> tuple[Array, Array]:
     finite = jnp.all(jnp.isfinite(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.array(True)
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    words = _mix(bits.astype(jnp.uint32))
+    words = mix(bits.astype(jnp.uint32))
     return jnp.sum(words * (2 * _index(x.shape) + 1), dtype=jnp.uint32), finite
 
 
@@ -90,15 +92,3 @@ def _index(shape: tuple[int, ...]) -> Array:
         stride = math.prod(shape[axis + 1 :]) % 2**32
         index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride)
     return index
-
-
-def _mix(word: Array) -> Array:
-    """Return a bijection of uint32 (the finaliser of MurmurHash3, Appleby 2011).
-
-    An odd factor alone sees every change of one element, but not every pair that trades places: x
-    and -x differ by 2**31, short mantissas in rows of 2**k elements by large powers of two, and
-    times an even difference of factors both are 0 modulo 2**32.
-    """
-    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
-    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
-    return word ^ (word >> 16)

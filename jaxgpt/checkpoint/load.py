@@ -16,6 +16,7 @@ from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.checkpoint.record import Damaged, Record
 from jaxgpt.checkpoint.verify import print_line, read_record, read_verified
 from jaxgpt.config import Config
+from jaxgpt.data import tokenizer
 from jaxgpt.errors import DataError, NothingRestorable
 from jaxgpt.model import params
 from jaxgpt.model.params import Params
@@ -77,6 +78,17 @@ def load_step(
     raise NothingRestorable(f"{root}: no checkpoint passes verification: {'; '.join(tried)}")
 
 
+def newest_record(run_dir: Path) -> Record | None:
+    """Return the commit record of the newest checkpoint of a run whose record is whole, or None."""
+    root = run_dir / "ckpt"
+    for step in reversed(commit.list_steps(root)) if root.is_dir() else []:
+        try:
+            return read_record(root, step)
+        except Damaged:
+            continue  # restoring says so and sets it aside
+    return None
+
+
 def run_folder(path: str | Path) -> Path:
     """Return the run folder of a path that `load_params` takes; raises NothingRestorable."""
     return _locate(Path(path))[0].parent
@@ -85,8 +97,8 @@ def run_folder(path: str | Path) -> Path:
 def find_tokenizer(path: str | Path) -> Path:
     """Return the tokenizer file of a run; `path` is one of those that `load_params` takes.
 
-    Only the very file that the run was trained with will do: another one of the same size would
-    turn every id into other text. Raises DataError if it is not found, naming the places.
+    Only the very tokenizer that the run was trained with will do: another one of the same size
+    would turn every id into other text. Raises DataError if it is not found, naming the places.
     """
     root, step = _locate(Path(path))
     step = commit.list_steps(root)[-1] if step is None else step
@@ -97,7 +109,7 @@ def find_tokenizer(path: str | Path) -> Path:
     places += [Path(named)] if named else []
     places += [Path(store) / TOKENIZER] if store else []
     for place in places:
-        if place.is_file() and digest in (None, _sha256(place)):
+        if place.is_file() and (digest is None or _has_digest(place, digest)):
             return place
     looked, which = ", ".join(map(str, places)), f" (SHA-256 {digest[:12]})" if digest else ""
     raise DataError(
@@ -105,9 +117,15 @@ def find_tokenizer(path: str | Path) -> Path:
     )
 
 
-def _sha256(path: Path) -> str:
+def _has_digest(path: Path, digest: str) -> bool:
+    """Tell whether a file is the tokenizer of a digest; early runs recorded that of the file."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if hashlib.file_digest(file, "sha256").hexdigest() == digest:
+            return True
+    try:
+        return tokenizer.load(path).digest == digest
+    except DataError:
+        return False
 
 
 def _text(saved: dict[str, Any], section: str, key: str) -> str:

@@ -1,16 +1,21 @@
-"""Concatenate-and-cut packing: from stream windows to rows of T inputs and T targets.
+"""From the stream of a store to rows of T inputs and T targets.
 
-Row r of a store covers stream positions [rT, (r+1)T); the target of an input is the id after it.
-So every id of every document, its first included, is a target exactly once per epoch, each document
-is closed by one target E, and no row is dropped: the last is padded with weight 0. An input E opens
-its document, whose segment is E d1 ... dn. Pure NumPy; any rows in any order.
+`concat`: row r covers stream positions [rT, (r+1)T). Best fit: a row holds the pieces that its
+packing index lists. Either way the target of an input is the id after it in the stream, so every id
+of every document, its first included, is a target exactly once per epoch, each document is closed
+by one target E, and padding has weight 0. An input E opens its document, whose segment is
+E d1 ... dn. Pure NumPy; any rows in any order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from flax import struct
 
+from jaxgpt.data.best_fit import PackingIndex
 from jaxgpt.data.store import Store
 
 PAD_ID = 0
@@ -32,48 +37,121 @@ class Batch:
     positions: np.ndarray | None = None  # int32
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Rows as `gather` reads them: T, the ids of a row and their dtype, whether segments count."""
+
+    seq_len: int
+    width: int
+    dtype: np.dtype
+    document_mask: bool
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a store: end to end without an index, else the pieces that it lists."""
+
+    store: Store
+    seq_len: int
+    index: PackingIndex | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one epoch."""
+        return self.index.num_rows if self.index else num_rows(self.store.stream_len, self.seq_len)
+
+    def layout(self, document_mask: bool) -> Layout:
+        """Return the layout of what `gather` reads of these rows."""
+        # T inputs and T targets, of which rows laid end to end share all but one.
+        width = 2 * self.seq_len if self.index else self.seq_len + 1
+        return Layout(self.seq_len, width, self.store.dtype, document_mask)
+
+    def fill(self, rows: np.ndarray) -> np.ndarray:
+        """Return how many inputs of each row [M] are not padding, int64 [M]."""
+        if self.index:
+            return self.index.fill(rows)
+        return np.minimum(self.seq_len, self.store.stream_len - rows * self.seq_len)
+
+    def usage(self, rows: np.ndarray) -> np.ndarray:
+        """Return the inputs of rows [M] together that are tokens, padding, and tokens left out of
+        the loss: int64 [3]."""
+        tokens = int(self.fill(rows).sum())
+        return np.array([tokens, len(rows) * self.seq_len - tokens, 0], np.int64)
+
+    def pieces(self, row: int) -> list[tuple[int, int]]:
+        """Return the (stream position, inputs) of each stretch of the stream in a row."""
+        if self.index:
+            return [(int(start), int(length)) for start, length in self.index.row(row)]
+        start = row * self.seq_len
+        return [(start, min(self.seq_len, self.store.stream_len - start))]
+
+
 def num_rows(stream_len: int, seq_len: int) -> int:
-    """Return the rows of one epoch: ceil(stream_len / seq_len)."""
+    """Return the rows of one epoch without an index: ceil(stream_len / seq_len)."""
     return -(-stream_len // seq_len)
 
 
-def gather(
-    rows: list[tuple[Store, int] | None], seq_len: int, document_mask: bool
-) -> tuple[np.ndarray, ...]:
-    """Read rows, given as (store, row number) or None for all padding.
+def gather(rows: Sequence[tuple[Rows, int] | None], layout: Layout) -> tuple[np.ndarray, ...]:
+    """Read rows, given as (source, row number) or None for all padding.
 
-    Returns stream int32 [M, T+1], lengths int32 [M] (inputs that are not padding) and, with
-    `document_mask`, opens bool [M, T] (inputs that open a document). Raises DataError or
-    StorageError of the store for damaged or unreadable shards.
+    Returns ids [M, width], of which the first T are inputs and the last T targets, lengths int32
+    [M] (inputs that are not padding) and, with the document mask, opens bool [M, T] (inputs that
+    open a segment). Raises DataError or StorageError of the store for damaged or unreadable shards.
     """
-    stream = np.full((len(rows), seq_len + 1), PAD_ID, np.int32)
+    ids = np.empty((len(rows), layout.width), layout.dtype)
     lengths = np.zeros(len(rows), np.int32)
-    opens = np.zeros((len(rows), seq_len), bool) if document_mask else None
-    for index, row in enumerate(rows):
-        if row is None:
-            continue
-        store, number = row
-        start = number * seq_len
-        length = lengths[index] = min(seq_len, store.stream_len - start)
-        starts = store.read_into(start, stream[index, : length + 1])
-        if opens is not None:
-            opens[index, starts[starts < length]] = True
-    return (stream, lengths) if opens is None else (stream, lengths, opens)
+    opens = np.zeros((len(rows), layout.seq_len), bool) if layout.document_mask else None
+    for number, row in enumerate(rows):
+        marks = None if opens is None else opens[number]
+        if row is not None:
+            source, index = row
+            read = _read_pieces if source.index else _read_stretch
+            lengths[number] = read(source, index, ids[number], marks)
+    return (ids, lengths) if opens is None else (ids, lengths, opens)
 
 
-def cut(stream: np.ndarray, lengths: np.ndarray, opens: np.ndarray | None = None) -> Batch:
-    """Make a Batch [..., T] of what `gather` read; leading axes may have been reshaped."""
-    index = np.arange(stream.shape[-1] - 1, dtype=np.int32)
-    real = index < lengths[..., None]
-    segments = {}
+def _read_stretch(source: Rows, row: int, ids: np.ndarray, opens: np.ndarray | None) -> int:
+    store, start = source.store, row * source.seq_len
+    length = min(source.seq_len, store.stream_len - start)
+    store.read_into(start, ids[: length + 1])
     if opens is not None:
-        begins = opens | (index == 0)  # a row that starts inside a document starts a segment too
-        offset = np.maximum.accumulate(np.where(begins, index, 0), axis=-1)
-        segments["segment_ids"] = np.cumsum(begins, axis=-1, dtype=np.int32) * real
-        segments["positions"] = (index - offset) * real
-    return Batch(
-        tokens=np.where(real, stream[..., :-1], PAD_ID),  # the E that closes a store is no input
-        targets=stream[..., 1:].copy(),
-        weights=real.astype(np.float32),
-        **segments,
-    )
+        opens[store.opens(start, start + length)] = True
+        opens[0] = True  # a row that starts inside a document starts a segment too
+    return length
+
+
+def _read_pieces(source: Rows, row: int, ids: np.ndarray, opens: np.ndarray | None) -> int:
+    at, seq_len = 0, source.seq_len
+    for start, length in source.index.row(row).tolist():
+        piece = np.empty(length + 1, ids.dtype)
+        source.store.read_into(start, piece)
+        ids[at : at + length] = piece[:-1]
+        ids[seq_len + at : seq_len + at + length] = piece[1:]
+        if opens is not None:
+            opens[at] = True
+        at += length
+    return at
+
+
+def cut(read: tuple[np.ndarray, ...], layout: Layout) -> Batch:
+    """Make a Batch [..., T] of what `gather` read; leading axes may have been reshaped."""
+    ids, lengths, *opens = read
+    seq_len = layout.seq_len
+    tokens = ids[..., :seq_len].astype(np.int32)
+    targets = ids[..., -seq_len:].astype(np.int32)
+    weights = np.ones(tokens.shape, np.float32)
+    padding = None
+    if (lengths < seq_len).any():
+        padding = np.arange(seq_len, dtype=np.int32) >= lengths[..., None]
+        np.copyto(tokens, PAD_ID, where=padding)  # the E that closes a store is no input
+        np.copyto(targets, PAD_ID, where=padding)
+        np.copyto(weights, 0, where=padding)
+    if not opens:
+        return Batch(tokens, targets, weights)
+    segments = np.cumsum(opens[0], axis=-1, dtype=np.int32)
+    index = np.arange(seq_len, dtype=np.int32)
+    positions = index - np.maximum.accumulate(np.where(opens[0], index, 0), axis=-1)
+    if padding is not None:
+        np.copyto(segments, 0, where=padding)
+        np.copyto(positions, 0, where=padding)
+    return Batch(tokens, targets, weights, segments, positions)

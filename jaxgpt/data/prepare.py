@@ -2,66 +2,129 @@
 
 Partitions are read, tokenised and written by processes, each into shards of its own; a journal of
 the finished ones lets a killed run go on, to the same bytes that an unbroken run with any number of
-workers gives. Shards appear under their names only when complete, manifests after all shards,
-`prepared.json` last: it says what was prepared from what. A document is held out by its content.
+workers, in shares on several machines or under Beam gives. Shards appear under their names only
+when complete, manifests after all shards, `prepared.json` last. Documents are held out by content.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
+import functools
 import json
 import os
 import shutil
-import socket
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from jaxgpt.config import Config, DataConfig
-from jaxgpt.data import sources, tokenizer
-from jaxgpt.data.formats import SHOWN
-from jaxgpt.data.shard import storage_errors, sync_directory
+from jaxgpt.data import counts, generations, journal, sources, tokenizer
+from jaxgpt.data.duplicates import leave_out
+from jaxgpt.data.durable import storage_errors, write_atomic
+from jaxgpt.data.generations import FINISHED, Finished
+from jaxgpt.data.journal import MODEL, Share
 from jaxgpt.data.sources import Partition
-from jaxgpt.data.store import open_store, write_atomic, write_manifest
+from jaxgpt.data.store import open_store, write_manifest
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.data.workers import COUNTED, SHARD_SUFFIX, SPLITS, Task, run_tasks
-from jaxgpt.errors import ConfigError, DataError, StorageError
+from jaxgpt.data.workers import SPLITS, Task, run_tasks
+from jaxgpt.errors import ConfigError, DataError
 
-VERSION = 1  # of the documents, ids and shards that a key stands for
-FINISHED, JOURNAL, MODEL = "prepared.json", ".prepare", "tokenizer.model"
+VERSION = 2  # of the documents, ids and shards that a key stands for
 WORTH_A_PROCESS = 4 << 20  # bytes; starting one costs about a second
+SETTINGS = (
+    "text_field", "bad_text", "min_bytes", "max_bytes", "dedup", "valid_share", "partition_bytes",
+)  # fmt: skip
 
 Progress = Callable[[int, int, int], None]
+Run = Callable[[list[Task], int], Iterator[tuple[Task, dict]]]
 
 
-def prepare(cfg: Config, progress: Progress | None = None, workers: int = 0) -> dict:
-    """Make the token store `data.store` of `data.sources`, or go on making it; return its report.
+def prepare(
+    cfg: Config,
+    progress: Progress | None = None,
+    workers: int = 0,
+    *,
+    partitions: tuple[int, int] | None = None,
+    runner: Literal["local", "beam"] = "local",
+    runner_options: Sequence[str] = (),
+) -> dict:
+    """Make the token store `data.store` of `data.sources`, go on making it, or extend it.
 
     `progress(bytes done, bytes in all, documents)` is called after each partition. `workers` is the
-    number of processes, 0 for one per core; it never changes the result. The report counts, per
-    source and in all, documents (empty ones are skipped), bytes, tokens, bytes per token, the share
-    of byte-fallback tokens, and bad records with the first places.
+    number of processes, 0 for one per core. `partitions` = (i, n) prepares only the i-th of n
+    shares of the partitions, i from 1, and publishes nothing: n such runs may share the folder or
+    have folders of their own, and `merge.merge` publishes. `runner` = "beam" does the work in an
+    Apache Beam pipeline with `runner_options`. None of these changes the store.
+
+    The report counts documents, bytes, tokens, what was left out and why, per source and in all,
+    and the documents and tokens of each split. A store whose sources have grown since gets a new
+    generation; one of anything else is refused.
 
     Raises DataError for unusable sources or tokenizer, for a store of something else, or while
-    another process prepares it; StorageError when the folder cannot be written.
+    another process prepares it; StorageError when the folder cannot be written; ConfigError for
+    arguments that mean nothing.
     """
     if not isinstance(cfg.data.store, str) or not cfg.data.store:
         raise ConfigError("data.store: `prepare` needs the folder of one store")
+    share = _share(partitions)
+    run = _runner(runner, runner_options)
     store = Path(cfg.data.store)
     parts = sources.partitions(cfg.data)
     tok = _load_tokenizer(cfg, store)
     key = _key(cfg.data, tok, parts)
     with storage_errors(store):
         store.mkdir(parents=True, exist_ok=True)
-        with _exclusive(store):
-            if (report := _finished(store, key)) is not None:
-                return report | {"already_prepared": True}
-            results = _open_journal(store, key)
-            _keep_model(tok, store / MODEL)
-            _run(cfg.data, store, tok, parts, results, progress, workers)
-            return _publish(cfg.data, store, tok, key, [results[i] for i in range(len(parts))])
+        with journal.hold(store, share):
+            finished = generations.read_finished(store, key)
+            new = generations.added(store, finished, cfg.data, key, parts)
+            if finished.generation and not new:
+                if not share:  # the last one may have been killed while it cleared up
+                    journal.close_journal(store, finished)
+                return finished.report | {"already_prepared": True} | _packing(cfg, store)
+            key |= {
+                "generation": finished.generation + 1,
+                "base": finished.digests,
+                "first": finished.partitions,
+                "partitions": len(new),
+            }
+            inputs = generations.describe(new, finished.partitions)
+            results = journal.open_journal(store, key, inputs, tok.raw, finished, share)
+            folder = journal.run_folder(store, share)
+            tasks = [
+                Task(i, part, str(folder), cfg.data, str((store / MODEL).absolute()), tok.digest)
+                for i, part in enumerate(new, finished.partitions)
+                if not share or share.holds(i)
+            ]
+            try:
+                _run(store, tasks, results, run, progress, workers)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            if share:
+                return _share_report(key, results, share)
+            report = publish(store, key, finished, results)
+    return report | _packing(cfg, store)
+
+
+def _share(partitions: tuple[int, int] | None) -> Share | None:
+    if partitions is None:
+        return None
+    share = Share(*partitions)
+    if not 1 <= share.number <= share.count:
+        raise ConfigError(f"partitions {share}: give I/N with I from 1 to N")
+    return share
+
+
+def _runner(name: str, options: Sequence[str]) -> Run:
+    if name == "beam":
+        from jaxgpt.data import beam_runner
+
+        beam_runner.require_beam()
+        return functools.partial(beam_runner.run_tasks, options=options)
+    if name != "local":
+        raise ConfigError(f"runner {name!r}: choose local or beam")
+    if options:
+        raise ConfigError(f"runner options {' '.join(options)} are for Beam; choose runner beam")
+    return run_tasks
 
 
 def _load_tokenizer(cfg: Config, store: Path) -> Tokenizer:
@@ -71,210 +134,141 @@ def _load_tokenizer(cfg: Config, store: Path) -> Tokenizer:
     return tokenizer.load(path)
 
 
-def _key(cfg: DataConfig, tok: Tokenizer, parts: list[Partition]) -> dict:
+def _key(cfg: DataConfig, tok: Tokenizer, parts: list[Partition]) -> dict[str, Any]:
     """Return everything that the contents of the store depend on."""
-    files, size = sum(len(p.slices) for p in parts), sum(p.size for p in parts)
+    files, size = len(sources.file_keys(parts)), sum(part.size for part in parts)
     return {
         "version": VERSION,
         "tokenizer": tok.digest,
+        **{f"data.{name}": getattr(cfg, name) for name in SETTINGS},
         "data.sources": list(cfg.sources),
-        "data.text_field": cfg.text_field,
-        "data.bad_text": cfg.bad_text,
-        "data.valid_share": cfg.valid_share,
-        "data.partition_bytes": cfg.partition_bytes,
-        "input": f"{size} bytes in {files} pieces, state {sources.fingerprint(parts)[:16]}",
+        "input": f"{size} bytes in {files} files, state {sources.fingerprint(parts)[:16]}",
     }
 
 
-@contextlib.contextmanager
-def _exclusive(store: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system releases when its holder dies."""
-    with open(store / ".lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read(200).strip() or "just started"
-            raise DataError(f"{store}: another process prepares here already: {holder}") from None
-        except OSError:
-            pass  # a file system without locks; shards are still written apart and renamed
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
-def _finished(store: Path, key: dict) -> dict | None:
-    """Return the report of a finished store of this very key; DataError for one of another key."""
-    path = store / FINISHED
-    if not path.exists():
-        if not (store / JOURNAL).exists():
-            taken = [name for name in ("manifest.json", *SPLITS) if (store / name).exists()]
-            if taken:
-                raise DataError(f"{store}: has {taken[0]}, not made by `prepare`; choose another")
-        return None
-    try:
-        found = json.loads(path.read_bytes())
-        old, report = found["key"], found["report"]
-    except (ValueError, KeyError) as error:
-        raise DataError(f"{path}: damaged; delete the folder and prepare again") from error
-    if changed := _changes(old, key):
-        raise DataError(
-            f"{store} was prepared from something else: {changed}; "
-            "delete the folder or choose another data.store"
-        )
-    for split in SPLITS:
-        try:
-            intact = open_store(store / split).digest == report[split]["digest"]
-            problem = f"{store / split} holds other data than `prepare` wrote"
-        except (DataError, StorageError) as error:
-            intact, problem = False, str(error)
-        if not intact:
-            raise DataError(f"{store} is damaged, delete it and prepare again: {problem}")
-    shutil.rmtree(store / JOURNAL, ignore_errors=True)
-    return report
-
-
-def _changes(old: dict, new: dict) -> str:
-    names = [name for name in new if old.get(name) != new[name]]
-    return "; ".join(f"{name} was {old.get(name)!r}, now {new[name]!r}" for name in names)
-
-
-def _open_journal(store: Path, key: dict) -> dict[int, dict]:
-    """Return the results of finished partitions; the work of another key is thrown away."""
-    journal = store / JOURNAL
-    key_file, results = journal / "key.json", {}
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        if json.loads(key_file.read_bytes()) == key:
-            for path in journal.glob("[0-9]*.json"):
-                result = json.loads(path.read_bytes())
-                if _shards_exist(store, result):
-                    results[int(path.stem)] = result
-    if not results:
-        key_file.unlink(missing_ok=True)  # first, so that no later run trusts what remains
-        for folder in (*(store / split for split in reversed(SPLITS)), journal):
-            shutil.rmtree(folder, ignore_errors=True)
-    for folder in (journal, *(store / split for split in SPLITS)):
-        folder.mkdir(exist_ok=True)
-    for left in journal.glob("run-*"):  # of a killed run; its last workers may still write there
-        shutil.rmtree(left, ignore_errors=True)
-    write_atomic(key_file, json.dumps(key).encode())
-    return results
-
-
-def _shards_exist(store: Path, result: dict) -> bool:
-    shards = [
-        (store / split / shard["name"], shard["size"])
-        for split in SPLITS
-        for shard in result[split]
-    ]
-    return all(path.is_file() and path.stat().st_size == size for path, size in shards)
-
-
-def _keep_model(tok: Tokenizer, path: Path) -> None:
-    data = Path(tok.path).read_bytes()
-    if hashlib.sha256(data).hexdigest() != tok.digest:
-        raise DataError(f"{tok.path}: changed just now; prepare again")
-    if Path(tok.path).resolve() != path.resolve():
-        write_atomic(path, data)
-
-
 def _run(
-    cfg: DataConfig,
     store: Path,
-    tok: Tokenizer,
-    parts: list[Partition],
+    tasks: list[Task],
     results: dict[int, dict],
+    run: Run,
     progress: Progress | None,
     workers: int,
 ) -> None:
-    """Prepare the partitions that have no result, and journal each as it is finished.
-
-    Workers write into a folder of this run; only this process moves shards into the store, so what
-    a killed run left running cannot touch what a later one has published.
-    """
-    folder = store / JOURNAL / f"run-{os.getpid()}"
-    for split in SPLITS:
-        (folder / split).mkdir(parents=True)
-    tasks = [
-        Task(i, partition, str(folder), cfg, str(store / MODEL), tok.digest)
-        for i, partition in enumerate(parts)
-        if i not in results
-    ]
-    total = sum(partition.size for partition in parts)
-    done = total - sum(task.partition.size for task in tasks)
-    documents = sum(result["counts"]["documents"] for result in results.values())
+    """Prepare the partitions that have no result, and journal each as it is finished."""
+    left = [task for task in tasks if task.index not in results]
+    total = sum(task.partition.size for task in tasks)
+    done = total - sum(task.partition.size for task in left)
+    documents = sum(results[t.index]["counts"]["documents"] for t in tasks if t.index in results)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = workers or min(cores or 1, 1 + (total - done) // WORTH_A_PROCESS)
-    with contextlib.closing(run_tasks(tasks, min(workers, len(tasks)))) as finished:
+    with contextlib.closing(run(left, min(workers, len(left)))) as finished:
         for task, result in finished:
-            for split in SPLITS:
-                for shard in result[split]:
-                    os.replace(folder / split / shard["name"], store / split / shard["name"])
-                sync_directory(store / split)
-            entry = json.dumps(result).encode()
-            write_atomic(store / JOURNAL / f"{task.index:06}.json", entry)
+            journal.record(store, task.index, result, Path(task.folder))
             results[task.index] = result
             done, documents = done + task.partition.size, documents + result["counts"]["documents"]
             if progress:
                 progress(done, total, documents)
 
 
-def _publish(cfg: DataConfig, store: Path, tok: Tokenizer, key: dict, results: list[dict]) -> dict:
-    """Write both manifests and `prepared.json`, remove the journal, and return the report."""
-    counts = _report(cfg, results)
-    if not counts["documents"]:
-        raise DataError(f"data.sources: not one document with text in {', '.join(cfg.sources)}")
-    shards = {split: [shard for result in results for shard in result[split]] for split in SPLITS}
-    if not any(shard["num_docs"] for shard in shards["train"]):
-        raise DataError(
-            f"all {counts['documents']} documents fell into the held-out part; lower "
-            f"data.valid_share = {cfg.valid_share}"
-        )
-    policies = {name: key[name] for name in key if name.startswith("data.")}
-    report = dict(counts)
+def _share_report(key: dict, results: dict[int, dict], share: Share) -> dict:
+    """Return the counts of one share, and which partitions its folder still lacks."""
+    mine = {i: results[i] for i in sorted(results) if share.holds(i)}
+    tally = counts.add({}, key["data.sources"], mine.values())
+    return counts.report(tally) | {
+        "share": str(share),
+        "partitions": len(mine),
+        "partitions_in_all": key["partitions"],
+        "missing": journal.missing(key, results),
+    }
+
+
+def publish(store: Path, key: dict, finished: Finished, results: dict[int, dict]) -> dict:
+    """Write both manifests and `prepared.json`, remove the journal, and return the report.
+
+    `results` has every partition of `key`, whose generation follows that of `finished`; the caller
+    holds the folder alone. Killed anywhere and called again, it ends in the same files.
+    """
+    tok = tokenizer.load(store / MODEL)
+    if tok.digest != key["tokenizer"]:
+        raise DataError(f"{store / MODEL}: changed while it was used; prepare again")
+    ordered = [results[i] for i in sorted(results)]
+    entries: dict[str, list[dict]] = {}
+    duplicates = [0] * len(ordered)
     for split in SPLITS:
-        listed = {shard["name"] for shard in shards[split]}
-        for path in (store / split).glob(f"*{SHARD_SUFFIX}"):
-            if path.name not in listed:  # of a partition that was killed before it was journaled
-                path.unlink()
+        owners = [(i, shard) for i, result in enumerate(ordered) for shard in result[split]]
+        unique = leave_out(
+            store / split, finished.shards[split], [s for _, s in owners], key["data.dedup"]
+        )
+        entries[split] = finished.shards[split] + [shard for shard, _ in unique if shard]
+        for (i, _), (_, count) in zip(owners, unique, strict=True):
+            duplicates[i] += count
+    counted = [
+        result | {"counts": result["counts"] | {"duplicates": count}}
+        for result, count in zip(ordered, duplicates, strict=True)
+    ]
+    tally = counts.add(finished.tally, key["data.sources"], counted)
+    report = counts.report(tally)
+    _refuse_nothing(key, report, entries)
+    name = generations.inputs_name(key["generation"])
+    write_atomic(store / name, (store / journal.JOURNAL / journal.INPUTS).read_bytes())
+    policies = {name: key[name] for name in key if name.startswith("data.")}
+    published = dict(report) | {"generation": key["generation"]}
+    for split in SPLITS:
         digest = write_manifest(
             store / split,
-            shards[split],
+            entries[split],
             tokenizer_digest=tok.digest,
             vocab_size=tok.vocab_size,
             eos_id=tok.eos_id,
             policies=policies | {"split": split},
-            report=counts,
+            report=report,
+            generation=key["generation"],
         )
-        sizes = {name: sum(s[f"num_{name}"] for s in shards[split]) for name in ("docs", "tokens")}
-        report[split] = {"documents": sizes["docs"], "tokens": sizes["tokens"], "digest": digest}
-    write_atomic(store / FINISHED, json.dumps({"key": key, "report": report}, indent=1).encode())
-    shutil.rmtree(store / JOURNAL, ignore_errors=True)
-    return report
-
-
-def _report(cfg: DataConfig, results: list[dict]) -> dict:
-    """Return counts of all sources together, and of each under "sources"."""
-    zero = dict.fromkeys(COUNTED, 0)
-    per_source = {source: (Counter(zero), []) for source in cfg.sources}
-    for result in results:
-        counts, places = per_source[result["source"]]
-        counts.update(result["counts"])
-        places += result["places"]
-    everything, all_places = Counter(zero), []
-    entries = []
-    for source, (counts, places) in per_source.items():
-        entries.append({"source": source} | _summary(counts, places))
-        everything.update(counts)
-        all_places += places
-    return _summary(everything, all_places) | {"sources": entries}
-
-
-def _summary(counts: Counter, places: list[str]) -> dict:
-    tokens = max(1, counts["tokens"])
-    return dict(counts) | {
-        "bytes_per_token": round(counts["bytes"] / tokens, 4),
-        "byte_token_share": round(counts["byte_tokens"] / tokens, 6),
-        "bad_places": places[:SHOWN],
+        sums = [sum(s[f"num_{n}"] for s in entries[split]) for n in ("docs", "bytes", "tokens")]
+        published[split] = dict(zip(("documents", "bytes", "tokens"), sums, strict=True))
+        published[split]["digest"] = digest
+    record = {
+        "key": key,
+        "generation": key["generation"],
+        "partitions": key["first"] + key["partitions"],
+        "report": published,
+        "tally": tally,
     }
+    write_atomic(store / FINISHED, json.dumps(record, indent=1).encode())
+    journal.close_journal(store, generations.read_finished(store, key))
+    return published
+
+
+def _refuse_nothing(key: dict, report: dict, entries: dict[str, list[dict]]) -> None:
+    if not report["documents"]:
+        raise DataError(
+            f"data.sources: not one document with text in {', '.join(key['data.sources'])}"
+        )
+    if not any(shard["num_docs"] for shard in entries["train"]):
+        raise DataError(
+            f"all {report['documents']} documents fell into the held-out part; lower "
+            f"data.valid_share = {key['data.valid_share']}"
+        )
+
+
+def _packing(cfg: Config, store: Path) -> dict:
+    """Build the packing index of both splits where data.packing needs one; report what it costs."""
+    if cfg.data.packing == "concat":
+        return {}
+    from jaxgpt.data import best_fit
+
+    whole, found = cfg.data.packing == "best_fit_whole", {}
+    for split in SPLITS:
+        with contextlib.closing(open_store(store / split)) as opened:
+            try:
+                index = best_fit.open_index(opened, cfg.model.seq_len, whole=whole)
+            except DataError:  # none yet, or a damaged one
+                best_fit.build_index(opened, cfg.model.seq_len, whole=whole)
+                index = best_fit.open_index(opened, cfg.model.seq_len, whole=whole)
+        found[split] = {
+            "rows": index.num_rows,
+            "padding_share": round(index.padding, 6),
+            "truncated_tokens": index.truncated.tokens,
+            "truncated_documents": index.truncated.documents,
+        }
+    return {"packing": found | {"kind": cfg.data.packing, "seq_len": cfg.model.seq_len}}

@@ -1,44 +1,59 @@
-"""One shard file: the content ids of its documents, self-describing and checksummed.
+"""One shard: the stream of its documents, E d1 E d2 ..., and what is known of each of them.
 
-    header 4096 B | tokens | document starts uint64 [docs+1] | UTF-8 bytes uint64 [docs] |
-    provenance | CRC-32 table uint32 [blocks] | footer
-
-Everything is little-endian. Starts are positions in the shard's stream, in which the end-of-text id
-E opens every document: document j has its E (not stored) at starts[j] and its ids at
-tokens[starts[j]-j : starts[j+1]-j-1]. The table covers all bytes between header and table in blocks
-of 1 MiB; header and table carry checksums of their own. Files are read with `pread` and not mapped:
-a failing disk or server then is an error with a name, where a memory map would kill the process.
+A block file (see `blocks`) with the sections
+    tokens      uint16 or uint32: the end-of-text id E and the content ids of each document
+    starts      uint64 [docs+1]: stream position of each document's E, and of the end
+    doc_bytes   uint64 [docs]: UTF-8 bytes of the text
+    digests     [docs, 16]: first half of the SHA-256 of the text
+    provenance  where each document came from, compressed
+E never occurs inside a document, yet documents are found by `starts` and not by looking for E.
 Knows neither manifests nor rows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
-import struct
-import time
-import weakref
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgpt.errors import DataError, StorageError
+from jaxgpt.data import blocks
+from jaxgpt.data.blocks import BlockFile
+from jaxgpt.data.durable import storage_errors, sync_directory
+from jaxgpt.errors import DataError
 
-VERSION = 1
-HEADER_BYTES = 4096
-BLOCK_BYTES = 1 << 20
-HEADER_MAGIC = b"jaxgpt\x00S"
-FOOTER_MAGIC = b"S\x00tpgxaj"
-PREFIX = struct.Struct("<8sII")  # magic, version, length of the JSON text that follows
-FOOTER = struct.Struct("<I8s")  # CRC-32 of the table, magic
-RETRY_AFTER = (0.1, 0.5, 2.0)  # seconds before each new try at a block that cannot be read
+__all__ = ["Encoded", "Shard", "open_shard", "storage_errors", "sync_directory", "write_shard"]
+
+MAGIC = b"jaxgpt\x00S"
+DIGEST_BYTES = 16
+WRITTEN_AT_ONCE = 1 << 15  # ids
+LOADED_STARTS = 1 << 16  # of a shard with more documents, starts are read where they are needed
+
+
+class Encoded(NamedTuple):
+    """A document to be written; a huge one gives its ids as several arrays."""
+
+    ids: np.ndarray | Iterable[np.ndarray]  # content ids, without E
+    num_bytes: int  # of the text in UTF-8
+    origin: str
+    digest: bytes  # document_digest of the text
+
+
+def document_digest(data: bytes) -> bytes:
+    """Return what two texts, given in UTF-8, have in common only when they are equal."""
+    return hashlib.sha256(data).digest()[:DIGEST_BYTES]
+
+
+def encoded_document(ids: np.ndarray, text: str, origin: str) -> Encoded:
+    """Return a document to be written, of its content ids and the text they stand for."""
+    data = text.encode()
+    return Encoded(ids, len(data), origin, document_digest(data))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -46,27 +61,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-@contextlib.contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a StorageError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_shard(
     path: Path,
-    documents: Iterable[tuple[np.ndarray, int, str]],
+    documents: Iterable[Encoded],
     *,
     tokenizer_digest: str,
     vocab_size: int,
@@ -74,233 +71,241 @@ def write_shard(
 ) -> dict:
     """Write one shard and return its manifest entry.
 
-    `documents` yields (content ids, UTF-8 bytes of the text, provenance) and is consumed once;
-    memory is 16 bytes plus the provenance per document. The file appears under its name only when
-    it is complete and durable. In the entry, `content` hashes what the stream is made of and
-    `sha256` the whole file. Raises DataError for ids outside [0, vocab_size) or equal to `eos_id`,
-    StorageError when writing fails.
+    `documents` is consumed once; memory is 32 bytes plus the provenance per document. The file
+    appears under its name only when it is complete and durable. In the entry, `content` hashes what
+    the stream is made of and `sha256` the whole file. Raises DataError for ids outside
+    [0, vocab_size) or equal to `eos_id`, StorageError when writing fails.
     """
     path, dtype = Path(path), token_dtype(vocab_size)
-    starts, doc_bytes, provenance = array("Q", [0]), array("Q"), []
+    starts, doc_bytes, digests = array("Q", [0]), array("Q"), bytearray()
+    provenance: list[bytes] = []
     content = hashlib.sha256()
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        with storage_errors(path):
-            file = open(temporary, "w+b")
-        with file:
-            file.write(bytes(HEADER_BYTES))
-            for ids, num_bytes, origin in documents:  # an OSError of the source is not ours to name
-                _check_ids(ids, f"{path.name}: document {len(doc_bytes)}", vocab_size, eos_id)
-                data = np.asarray(ids, dtype).tobytes()
-                with storage_errors(path):
-                    file.write(data)
-                content.update(data)
-                starts.append(starts[-1] + 1 + len(ids))
-                doc_bytes.append(num_bytes)
-                provenance.append(origin.encode("utf-8", "surrogateescape"))
-            numbers = np.array(starts, "<u8").tobytes() + np.array(doc_bytes, "<u8").tobytes()
-            content.update(numbers)
-            entry = {
-                "num_docs": len(doc_bytes),
-                "num_tokens": starts[-1] - len(doc_bytes),
-                "num_bytes": sum(doc_bytes),
-                "content": content.hexdigest(),
-            }
-            header = entry | {
-                "dtype": dtype.name,
-                "tokenizer_digest": tokenizer_digest,
-                "vocab_size": vocab_size,
-                "eos_id": eos_id,
-            }
-            with storage_errors(path):
-                size = _finish(file, header, numbers, provenance)
-                file.seek(0)
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                os.replace(temporary, path)
-                sync_directory(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return {"name": path.name, "size": size, "sha256": sha256} | entry
+    opening = np.array([eos_id])
+
+    def tokens() -> Iterator[bytes]:
+        pending: list[tuple[int, np.ndarray]] = []  # written together: documents can be tiny
+        size = 0
+        for number, (ids, num_bytes, origin, digest) in enumerate(documents):
+            count = 0
+            pending.append((number, opening))
+            for part in [ids] if isinstance(ids, np.ndarray) else ids:
+                assert part.ndim == 1 and part.dtype.kind in "iu", f"ids {part.dtype}{part.shape}"
+                pending.append((number, part))
+                count += len(part)
+                size += len(part)
+                if size >= WRITTEN_AT_ONCE:
+                    yield flush(pending)
+                    pending, size = [], 0
+            assert count, f"{path.name}: document {number} is empty: skip and count it before"
+            assert len(digest) == DIGEST_BYTES, f"a digest of {len(digest)} bytes"
+            starts.append(starts[-1] + 1 + count)
+            doc_bytes.append(num_bytes)
+            digests.extend(digest)
+            provenance.append(origin.encode("utf-8", "surrogateescape"))
+        if pending:
+            yield flush(pending)
+
+    def flush(parts: list[tuple[int, np.ndarray]]) -> bytes:
+        stream = np.concatenate([ids for _, ids in parts], dtype=np.int64)
+        openings = sum(ids is opening for _, ids in parts)
+        inside = stream.min() >= 0 and stream.max() < vocab_size
+        if not inside or np.count_nonzero(stream == eos_id) != openings:
+            content_ids = [(number, ids) for number, ids in parts if ids is not opening]
+            _refuse(content_ids, path.name, vocab_size, eos_id)
+        data = stream.astype(dtype).tobytes()
+        content.update(data)
+        return data
+
+    def numbers(values: array) -> Iterator[bytes]:
+        data = np.array(values, "<u8").tobytes()
+        content.update(data)
+        yield data
+
+    def header() -> dict[str, Any]:
+        return counts() | {
+            "dtype": dtype.name,
+            "tokenizer_digest": tokenizer_digest,
+            "vocab_size": vocab_size,
+            "eos_id": eos_id,
+            "provenance_bytes": sum(map(len, provenance)) + max(0, len(provenance) - 1),
+        }
+
+    def counts() -> dict[str, Any]:
+        return {
+            "num_docs": len(doc_bytes),
+            "num_tokens": starts[-1] - len(doc_bytes),
+            "num_bytes": sum(doc_bytes),
+            "content": content.hexdigest(),
+        }
+
+    sections = {
+        "tokens": tokens(),
+        "starts": numbers(starts),
+        "doc_bytes": numbers(doc_bytes),
+        "digests": (digests,),
+        "provenance": map(_pack, (provenance,)),
+    }
+    size = blocks.write(path, MAGIC, header, sections)
+    with storage_errors(path), open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"name": path.name, "size": size, "sha256": sha256} | counts()
 
 
-def _check_ids(ids: np.ndarray, where: str, vocab_size: int, eos_id: int) -> None:
-    assert np.ndim(ids) == 1 and len(ids), f"{where} is empty: skip and count it before"
-    assert np.asarray(ids).dtype.kind in "iu", f"{where}: ids are integers"
-    low, high = int(np.min(ids)), int(np.max(ids))
-    if low < 0 or high >= vocab_size:
-        raise DataError(f"{where} has ids {low}..{high}, the vocabulary has 0..{vocab_size - 1}")
-    if np.any(np.equal(ids, eos_id)):
-        raise DataError(f"{where} contains end-of-text id {eos_id}, which only separates documents")
+def _refuse(parts: list[tuple[int, np.ndarray]], name: str, vocab_size: int, eos_id: int) -> None:
+    """Raise the DataError that names the document whose ids cannot be content."""
+    for number, ids in parts:
+        where, low, high = f"{name}: document {number}", ids.min(initial=0), ids.max(initial=0)
+        if low < 0 or high >= vocab_size:
+            raise DataError(
+                f"{where} has ids {low}..{high}, the vocabulary has 0..{vocab_size - 1}"
+            )
+        if (ids == eos_id).any():
+            raise DataError(
+                f"{where} contains end-of-text id {eos_id}, which only separates documents"
+            )
 
 
-def _finish(file: BinaryIO, header: dict, numbers: bytes, provenance: list[bytes]) -> int:
-    """Append what follows the tokens, then write the header; fsync; return the size in bytes."""
+def _pack(provenance: list[bytes]) -> bytes:
     joined = b"\0".join(provenance)
     assert joined.count(b"\0") == max(0, len(provenance) - 1), "NUL in a provenance string"
-    packed = zlib.compress(joined, 6)
-    file.write(bytes(-file.tell() % 8) + numbers + packed)
-    body_end = file.tell()
-    file.seek(HEADER_BYTES)
-    blocks = range(HEADER_BYTES, body_end, BLOCK_BYTES)
-    crcs = [zlib.crc32(file.read(min(BLOCK_BYTES, body_end - at))) for at in blocks]
-    table = np.array(crcs, "<u4").tobytes()
-    file.seek(body_end)
-    file.write(table + FOOTER.pack(zlib.crc32(table), FOOTER_MAGIC))
-    size = file.tell()
-    text = json.dumps(header | {"size": size, "provenance": [len(packed), len(joined)]}).encode()
-    front = (PREFIX.pack(HEADER_MAGIC, VERSION, len(text)) + text).ljust(HEADER_BYTES - 4, b"\0")
-    assert len(front) == HEADER_BYTES - 4, "the shard header does not fit in 4096 bytes"
-    file.seek(0)
-    file.write(front + struct.pack("<I", zlib.crc32(front)))
-    file.flush()
-    os.fsync(file.fileno())
-    return size
+    return zlib.compress(joined, 6)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """An open shard; its file descriptor is closed when the last reference to the record goes."""
+    """An open shard; what it reads is checked on first touch."""
 
-    path: Path
-    fd: int
+    file: BlockFile
     dtype: np.dtype
-    vocab_size: int
-    starts: memoryview  # [num_docs + 1] uint64; bisecting it takes 0.4 us and keeps the GIL
-    tokens_end: int  # this and the next three are offsets in the file, in bytes
-    doc_bytes_at: int
-    provenance_at: int
-    body_end: int
-    provenance_len: int  # bytes when decompressed
-    crcs: np.ndarray  # [blocks] uint32
-    verified: bytearray  # [blocks] 1 where the block was found good
+    num_docs: int
+    tokens_at: int  # offset of the stream in the file, in bytes
+    starts: Sequence[int]  # [docs + 1]
+
+    @property
+    def stream_len(self) -> int:
+        """Ids of the stream, the E of each document included."""
+        return self.file.header["num_tokens"] + self.num_docs
 
 
-def read_header(path: Path, expected: dict) -> dict:
-    """Read a shard's header and compare it with the file's size and with the manifest's values.
+@dataclass(frozen=True)
+class _StoredStarts(Sequence):
+    """The starts of a shard with very many documents, read one by one: enough for a bisection."""
 
-    `expected` must have `size`, and may have any field of the header. DataError if one differs.
-    """
-    with storage_errors(path):
-        with open(path, "rb") as file:
-            front, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-    if size != expected["size"]:
-        raise DataError(f"{path}: shard has {size} bytes, the manifest says {expected['size']}")
-    magic, version, length = PREFIX.unpack_from(front)
-    if magic != HEADER_MAGIC or zlib.crc32(front[:-4]) != int.from_bytes(front[-4:], "little"):
-        raise DataError(f"{path}: the header is damaged or not that of a shard; restore the file")
-    if version != VERSION:
-        raise DataError(f"{path}: shard has version {version}, this program reads {VERSION}")
-    header = json.loads(front[PREFIX.size : PREFIX.size + length])
-    for key in expected.keys() & header.keys():
-        if header[key] != expected[key]:
-            raise DataError(f"{path}: shard has {key} {header[key]}, expected {expected[key]}")
-    return header
+    file: BlockFile
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        at = self.file.section("starts")[0] + 8 * index
+        return int.from_bytes(blocks.read(self.file, at, at + 8), "little")
 
 
-def open_shard(path: Path, expected: dict, verified: bytearray | None = None) -> Shard:
+def read_header(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a shard's header and compare it with the file's size and with the manifest's values."""
+    return blocks.read_header(path, MAGIC, expected)
+
+
+def open_shard(path: Path, expected: Mapping[str, Any], verified: bytearray | None = None) -> Shard:
     """Check a shard's header, size, CRC table and footer, and open it.
 
-    Holds one file descriptor and 8 bytes per document. `verified` of the same shard opened earlier
-    saves checking its blocks again. Raises DataError for damage, StorageError if it cannot be read.
+    `expected` may have any field of the header. Raises DataError for damage, StorageError if the
+    file cannot be read.
     """
-    header = read_header(path, expected)
-    docs, tokens = header["num_docs"], header["num_tokens"]
-    dtype = np.dtype(header["dtype"]).newbyteorder("<")
-    packed_len, provenance_len = header["provenance"]
-    tokens_end = HEADER_BYTES + tokens * dtype.itemsize
-    starts_at = -(-tokens_end // 8) * 8
-    doc_bytes_at = starts_at + 8 * (docs + 1)
-    provenance_at = doc_bytes_at + 8 * docs
-    body_end = provenance_at + packed_len
-    blocks = len(range(HEADER_BYTES, body_end, BLOCK_BYTES))
-    with storage_errors(path):
-        fd = os.open(path, os.O_RDONLY)
-    shard = Shard(
-        path=path,
-        fd=fd,
-        dtype=dtype,
-        vocab_size=header["vocab_size"],
-        starts=memoryview(bytearray(8 * (docs + 1))).cast("Q"),
-        tokens_end=tokens_end,
-        doc_bytes_at=doc_bytes_at,
-        provenance_at=provenance_at,
-        body_end=body_end,
-        provenance_len=provenance_len,
-        crcs=np.empty(blocks, "<u4"),
-        verified=bytearray(blocks) if verified is None else verified,
-    )
-    weakref.finalize(shard, os.close, fd)
-    tail = _pread(shard, body_end, header["size"])
-    if tail[4 * blocks :] != FOOTER.pack(zlib.crc32(tail[: 4 * blocks]), FOOTER_MAGIC):
-        raise DataError(f"{path}: the checksum table or footer is damaged; restore the file")
-    shard.crcs[:] = np.frombuffer(tail, "<u4", blocks)
-    shard.starts[:] = memoryview(_read(shard, starts_at, doc_bytes_at)).cast("Q")
-    return shard
+
+    def ids_in_range(at: int, data: bytes) -> None:
+        if at < tokens_end:
+            top = int(np.frombuffer(data[: tokens_end - at], dtype).max(initial=0))
+            if top >= vocab_size:
+                where = f"{path}: block at bytes {at}..{at + len(data)}"
+                raise DataError(f"{where} has id {top}, the vocabulary {vocab_size}")
+
+    file = blocks.open_file(path, MAGIC, expected, verified, ids_in_range)
+    dtype, vocab_size = np.dtype(file.header["dtype"]).newbyteorder("<"), file.header["vocab_size"]
+    tokens_at, tokens_end = file.section("tokens")
+    count = file.header["num_docs"] + 1
+    if count <= LOADED_STARTS:
+        starts = memoryview(blocks.read(file, *file.section("starts"))).cast("Q")
+    else:
+        starts = _StoredStarts(file, count)
+    return Shard(file, dtype, count - 1, tokens_at, starts)
 
 
-def read_tokens(shard: Shard, begin: int, end: int) -> np.ndarray:
-    """Return content ids [begin, end) of a shard, in its dtype.
+def read_stream(shard: Shard, position: int, out: np.ndarray) -> None:
+    """Fill `out`, contiguous and of the shard's dtype, with the stream from `position` on."""
+    at = shard.tokens_at + position * shard.dtype.itemsize
+    blocks.read_into(shard.file, at, memoryview(out))
 
-    Here and below, a block is checked when it is first touched. Raises DataError for a damaged or
-    shortened file, StorageError for one that cannot be read in 2.6 s of trying again.
-    """
-    size = shard.dtype.itemsize
-    data = _read(shard, HEADER_BYTES + begin * size, HEADER_BYTES + end * size)
-    return np.frombuffer(data, shard.dtype)
+
+def read_starts(shard: Shard, begin: int, end: int) -> np.ndarray:
+    """Return starts [begin, end) of documents as int64."""
+    return _numbers(shard, "starts", begin, end)
+
+
+def starts_between(shard: Shard, low: int, high: int) -> np.ndarray:
+    """Return the stream positions in [low, high) at which documents open, as int64."""
+    first, last = bisect_left(shard.starts, low), bisect_left(shard.starts, high)
+    last = min(last, shard.num_docs)
+    return read_starts(shard, first, last)
 
 
 def read_doc_bytes(shard: Shard, begin: int, end: int) -> np.ndarray:
     """Return the UTF-8 bytes of documents [begin, end) of a shard as int64."""
-    data = _read(shard, shard.doc_bytes_at + 8 * begin, shard.doc_bytes_at + 8 * end)
-    return np.frombuffer(data, "<u8").astype(np.int64)
+    return _numbers(shard, "doc_bytes", begin, end)
+
+
+def _numbers(shard: Shard, section: str, begin: int, end: int) -> np.ndarray:
+    at = shard.file.section(section)[0]
+    return np.frombuffer(blocks.read(shard.file, at + 8 * begin, at + 8 * end), "<i8")
+
+
+def read_digests(shard: Shard) -> np.ndarray:
+    """Return the digests of all documents, uint64 [docs, 2]."""
+    return np.frombuffer(blocks.read(shard.file, *shard.file.section("digests")), "<u8").reshape(
+        -1, 2
+    )
 
 
 def read_provenance(shard: Shard) -> list[str]:
     """Return where each document of a shard came from."""
-    packed = _read(shard, shard.provenance_at, shard.body_end)
-    joined = zlib.decompressobj().decompress(packed, shard.provenance_len + 1)
+    packed = blocks.read(shard.file, *shard.file.section("provenance"))
+    longest = shard.file.header["provenance_bytes"] + 1
+    joined = zlib.decompressobj().decompress(packed, longest)
     return [origin.decode("utf-8", "surrogateescape") for origin in joined.split(b"\0")]
+
+
+def documents(shard: Shard) -> Iterator[Encoded]:
+    """Yield all documents of a shard, as they were given to `write_shard`."""
+    origins, digests = read_provenance(shard), read_digests(shard)
+    sizes = read_doc_bytes(shard, 0, shard.num_docs).tolist()
+    for number in range(shard.num_docs):
+        start, stop = shard.starts[number] + 1, shard.starts[number + 1]
+        yield Encoded(
+            _parts(shard, start, stop), sizes[number], origins[number], digests[number].tobytes()
+        )
+
+
+def _parts(shard: Shard, start: int, stop: int) -> Iterator[np.ndarray]:
+    for at in range(start, stop, blocks.BLOCK_BYTES):
+        part = np.empty(min(blocks.BLOCK_BYTES, stop - at), shard.dtype)
+        read_stream(shard, at, part)
+        yield part
+
+
+def copy_shard(source: Shard, path: Path, keep: np.ndarray) -> dict:
+    """Write a shard of the documents for which `keep`, bool [docs], is true; return its entry."""
+    header = source.file.header
+    kept = (doc for doc, wanted in zip(documents(source), keep, strict=True) if wanted)
+    return write_shard(
+        path,
+        kept,
+        tokenizer_digest=header["tokenizer_digest"],
+        vocab_size=header["vocab_size"],
+        eos_id=header["eos_id"],
+    )
 
 
 def verify(shard: Shard) -> None:
     """Check every block of a shard; DataError names the first damaged one."""
-    _check(shard, HEADER_BYTES, shard.body_end)
-
-
-def _read(shard: Shard, start: int, stop: int) -> bytes:
-    _check(shard, start, stop)
-    return _pread(shard, start, stop)
-
-
-def _check(shard: Shard, start: int, stop: int) -> None:
-    """Check the CRC, and the range of the ids, of each unverified block of bytes [start, stop)."""
-    first, last = (start - HEADER_BYTES) // BLOCK_BYTES, (stop - HEADER_BYTES - 1) // BLOCK_BYTES
-    for block in range(first, last + 1):
-        if not shard.verified[block]:
-            at = HEADER_BYTES + block * BLOCK_BYTES
-            data = _pread(shard, at, min(at + BLOCK_BYTES, shard.body_end))
-            where = f"{shard.path}: block {block} (bytes {at}..{at + len(data)})"
-            if zlib.crc32(data) != shard.crcs[block]:
-                raise DataError(f"{where} fails its checksum; restore the file")
-            tokens = data[: max(0, shard.tokens_end - at)]
-            top = np.frombuffer(tokens, shard.dtype).max(initial=0)
-            if top >= shard.vocab_size:
-                raise DataError(f"{where} has id {top}, the vocabulary {shard.vocab_size}")
-            shard.verified[block] = 1
-
-
-def _pread(shard: Shard, start: int, stop: int) -> bytes:
-    where = f"{shard.path}: bytes {start}..{stop}"
-    for delay in (*RETRY_AFTER, None):
-        try:
-            data = os.pread(shard.fd, stop - start, start)
-        except OSError as error:
-            if delay is None:
-                raise StorageError(f"{where} cannot be read: {error.strerror}") from error
-            time.sleep(delay)
-            continue
-        if len(data) < stop - start:
-            raise DataError(f"{where}: the file has become shorter; restore it")
-        return data
-    raise AssertionError("the last try returns or raises")
+    blocks.verify(shard.file)

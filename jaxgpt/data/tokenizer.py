@@ -1,52 +1,47 @@
-"""Subword tokenizer: a lossless view of a SentencePiece model, and the training of one.
+"""Tokenizers: from text to ids and back, with one interface for every engine.
 
-decode(encode(text)) == text for every text. Special ids (pad 0, unk 1, end-of-text 2, then the user
-symbols) are control symbols: no text ever produces them. Texts are encoded word by word with a
-memory of words seen, for BPE exactly as if encoded whole and about three times as fast.
-The identity of a tokenizer is the SHA-256 of its model file.
+`load` opens SentencePiece models, Hugging Face tokenizer.json files and tiktoken rank files, and
+`train` makes a SentencePiece model for which decode(encode(text)) == text for every text. No text
+produces a special id. The identity of a tokenizer is a SHA-256 over all that its ids depend on:
+pieces, scores, rules and the end-of-text symbol, but not over notes in its file.
 """
 
 from __future__ import annotations
 
-import codecs
+import base64
 import hashlib
-import heapq
-import io
-import random
+import json
+import logging
+import multiprocessing
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import sentencepiece
 
-from jaxgpt.data import model_file, words
-from jaxgpt.data.model_file import BYTE, CONTROL, NORMAL, USER_DEFINED
-from jaxgpt.data.store import storage_errors, write_atomic
-from jaxgpt.data.words import SPACE
+from jaxgpt.data import (
+    hf_engine,
+    sentencepiece_engine,
+    tiktoken_engine,
+    tokenizer_check,
+    tokenizer_training,
+    words,
+)
+from jaxgpt.data.durable import storage_errors, write_atomic
+from jaxgpt.data.engine import FORMAT, Engine
+from jaxgpt.data.token_streams import StreamDecoder, StreamEncoder, strip_start
+from jaxgpt.data.tokenizer_training import RESERVED, TrainReport
 from jaxgpt.errors import DataError
 
-RESERVED = ("<pad>", "<unk>", "</s>")  # ids 0, 1, 2
+log = logging.getLogger(__name__)
+
 MAX_MODEL_BYTES = 64 << 20
 CACHE_CHARS = 1 << 20  # words are remembered up to this total: about 40 MB with their ids
-
-# The trainer uses a tab as a boundary mark, so tabs are trained as this character and put back.
-TAB_STAND_IN = "\x01"
-_UNTRAINABLE = re.compile(f"[\0\x1f{TAB_STAND_IN}{SPACE}\u2585\ud800-\udfff]+")  # its other marks
-_TRAINING_CHARS = 4096  # a text is cut to this length for training, so that none is too long
-
-# What a model must bring back unchanged before it is written or used.
-_NASTY = (
-    " a", "a ", "a  b", "   ", "a\tb", "a\nb", "a\r\nb\r\n", "\n\n\n", "\0", "a\0b", "\x0b\x0c\x1f",
-    "def f(x):\n    if x:\n\t\treturn 'a,b'\n", "0123 45.6e-7", "</s><s><pad><unk>",
-    "<|endoftext|>", "<0x41>", f"a{SPACE}b", f" {SPACE}{SPACE} ", "\u2585\u2047 \u2047",
-    "caf\u00e9 cafe\u0301(", "\ufb01\uff11\u00bd\u2122", "\u00a0\u00ad\u200b\u2028\u2029\x85\ufeff",
-    "\ufffd\ufffe\ufdd0", "\U0001f680 \U0001f468\u200d\U0001f469\u200d\U0001f467",
-    "\u4e2d\u6587 \u3042", "\U0010ffff",
-)  # fmt: skip
+IDENTITY = b"jaxgpt-tokenizer 1"  # goes into every digest; changes when ids change their meaning
 
 
 @dataclass
@@ -59,27 +54,40 @@ class _WordCache:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A loaded model. `pieces[i]` is what id i stands for in UTF-8; special ids stand for b""."""
+    """A loaded model. `pieces[i]` is what id i stands for in UTF-8; special ids stand for b"".
+
+    `raw` is a file that `load` opens as this very tokenizer without any other file. If not
+    `lossless`, `losses` say what happens to texts. `report` is there right after training.
+    """
 
     path: str
     digest: str
+    engine: Literal["sentencepiece", "hf", "tiktoken"]
     eos_id: int
     pad_id: int
     specials: dict[str, int]
     pieces: tuple[bytes, ...] = field(repr=False)
-    is_byte: np.ndarray = field(repr=False)  # [V] bool: the 256 ids that stand for a single byte
-    word_pattern: re.Pattern = field(repr=False)
-    _processor: sentencepiece.SentencePieceProcessor = field(repr=False)
+    is_byte: np.ndarray = field(repr=False)  # [V] bool: ids for a byte of a character without piece
+    raw: bytes = field(repr=False)
+    strip: Literal["", "space", "pieces"]  # the leading space that `decode` takes away
+    word_pattern: re.Pattern = field(repr=False)  # what is encoded alone, see `words`
+    _engine: Engine = field(repr=False)
     _caches: list[_WordCache] = field(repr=False)  # one; in a list so that it can be replaced
+    losses: tuple[str, ...] = ()
+    report: TrainReport | None = None
 
     @property
     def vocab_size(self) -> int:
         return len(self.pieces)
 
+    @property
+    def lossless(self) -> bool:
+        return not self.losses
+
     def special_id(self, name: str) -> int:
         """Return the id of a special symbol such as `</s>` or a user symbol; DataError if none."""
         if name not in self.specials:
-            known = ", ".join(self.specials)
+            known = ", ".join(list(self.specials)[:20])
             raise DataError(f"{self.path}: no special symbol {name!r}; there are {known}")
         return self.specials[name]
 
@@ -88,7 +96,7 @@ class Tokenizer:
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[np.ndarray]:
-        """Return the int32 ids of each text; words not seen before use `threads` native threads.
+        """Return the int32 ids of each text; units not seen before use `threads` native threads.
 
         Memory beyond the texts and their ids is bounded. DataError as for `encode`.
         """
@@ -96,8 +104,10 @@ class Tokenizer:
         block: list[tuple[int, list[str]]] = []
         size = 0
         for number, text in enumerate(texts):
+            at_start = True
             for found in words.split(self.word_pattern, text):
-                block.append((number, found))
+                block.append((number, self._prepared(found, at_start)))
+                at_start = False
                 size += min(len(text), words.BLOCK_CHARS)
                 if size >= words.BLOCK_CHARS:
                     self._encode_block(block, encoded, threads)
@@ -105,22 +115,51 @@ class Tokenizer:
         self._encode_block(block, encoded, threads)
         return [np.frombuffer(b"".join(parts), np.int32) for parts in encoded]
 
+    def encode_units(self, units: list[str], at_start: bool) -> np.ndarray:
+        """Return the int32 ids of some units of a text that follow one another."""
+        encoded: list[list[bytes]] = [[]]
+        self._encode_block([(0, self._prepared(units, at_start))], encoded, threads=1)
+        return np.frombuffer(b"".join(encoded[0]), np.int32)
+
+    def _prepared(self, found: list[str], at_start: bool) -> list[str]:
+        """Return units without the space that the engine puts before each of its own accord."""
+        if not self._engine.skip_space:
+            return found
+        return found[:at_start] + [unit.removeprefix(" ") for unit in found[at_start:]]
+
     def _encode_block(
         self, block: list[tuple[int, list[str]]], encoded: list[list[bytes]], threads: int
     ) -> None:
+        if self._engine.words is None:
+            self._encode_sections(block, encoded, threads)
+            return
         cache = self._caches[0]
         new = list(set().union(*(found for _, found in block)).difference(cache.ids))
         if new:
-            for word in new:
-                _refuse_surrogates(word)
-            batch = self._processor.encode(new, num_threads=threads)
-            for word, ids in zip(new, batch, strict=True):
+            for word, ids in zip(new, self._encode_units(new, threads), strict=True):
                 cache.ids[word] = struct.pack(f"{len(ids)}i", *ids)
             cache.chars += sum(map(len, new))
         for number, found in block:
             encoded[number].append(b"".join(map(cache.ids.__getitem__, found)))
         if cache.chars > CACHE_CHARS:  # replaced, not cleared: another thread may be reading it
-            self._caches[0] = _new_cache(self._processor)
+            self._caches[0] = _WordCache(dict(self._engine.words))
+
+    def _encode_sections(
+        self, block: list[tuple[int, list[str]]], encoded: list[list[bytes]], threads: int
+    ) -> None:
+        numbers = [number for number, found in block for _ in found]
+        sections = [section for _, found in block for section in found]
+        for number, ids in zip(numbers, self._encode_units(sections, threads), strict=True):
+            encoded[number].append(np.asarray(ids).astype(np.int32).tobytes())
+
+    def _encode_units(self, units: list[str], threads: int) -> Sequence[Any]:
+        for unit in units:
+            _refuse_surrogates(unit)
+        return self._engine.encode(units, threads)
+
+    def forced_cuts(self, text: str) -> int:
+        """Return the number of units cut for their length, whose ids may be others than whole."""
+        return words.forced_cuts(self.word_pattern, text)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """Return the exact bytes that ids stand for; DataError for one outside the vocabulary."""
@@ -130,38 +169,36 @@ class Tokenizer:
         return b"".join(map(self.pieces.__getitem__, ids.tolist()))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
+
+        A space that the engine puts before texts is taken away, as the engine does.
+        """
+        data, rule = self.decode_bytes(ids), self.strip
+        if rule:
+            start, parts = 0, []
+            while rule and start < len(ids):
+                part, rule = strip_start(self, int(ids[start]), rule)
+                parts.append(part)
+                start += 1
+            data = b"".join(parts) + self.decode_bytes(ids[start:])
+        return data.decode("utf-8", "replace")
+
+    def stream_encoder(self) -> StreamEncoder:
+        """Return an encoder that takes one text piece by piece, in bounded memory."""
+        return StreamEncoder(self)
 
     def stream_decoder(self) -> StreamDecoder:
         """Return a decoder that takes one id at a time."""
         return StreamDecoder(self)
 
 
-class StreamDecoder:
-    """Turns ids into text as they come; all it returned and `flush` equal `decode` of all ids."""
+def load(path: str | Path, eos: str | None = None, pattern: str | None = None) -> Tokenizer:
+    """Load a tokenizer file of any kind, told by its content, and try it on awkward texts.
 
-    def __init__(self, tok: Tokenizer):
-        self._tok = tok
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token: int) -> str:
-        """Return the text that is certain after one more id; a part of a character waits."""
-        return self._decoder.decode(self._tok.decode_bytes([token]))
-
-    def flush(self) -> str:
-        """Return what is left at the end: U+FFFD for a character that was never completed."""
-        return self._decoder.decode(b"", final=True)
-
-
-def load(path: str | Path) -> Tokenizer:
-    """Load a SentencePiece model file and check that it is lossless.
-
-    Raises DataError when the file is missing, too large, no model, or changes texts.
+    `eos` names the end-of-text symbol where file and neighbours do not say it; `pattern` is the
+    regular expression that cuts texts for a tiktoken rank file that is none of the published.
+    Raises DataError when the file is missing, too large, damaged, or cannot be used safely.
     """
-    version = sentencepiece.__version__
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < (0, 2, 1):
-        raise DataError(f"sentencepiece {version} is unsafe with crafted models; install >= 0.2.1")
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_MODEL_BYTES + 1)
@@ -169,72 +206,22 @@ def load(path: str | Path) -> Tokenizer:
         raise DataError(f"{path}: cannot read the tokenizer: {error.strerror}") from error
     if len(raw) > MAX_MODEL_BYTES:
         raise DataError(f"{path}: over {MAX_MODEL_BYTES >> 20} MiB, so no tokenizer model")
-    return _open(raw, str(path))
-
-
-def _open(raw: bytes, path: str) -> Tokenizer:
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(raw)
-        found = [(raw[start:stop].decode(), kind) for start, stop, kind in model_file.pieces(raw)]
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise DataError(
-            f"{path}: not a SentencePiece model, or a damaged one; put it back, or delete it and "
-            "make one with `jaxgpt tokenizer train`"
-        ) from error
-
-    normal = {piece: piece.replace(SPACE, " ") for piece, kind in found if kind == NORMAL}
-    is_byte = np.array([kind == BYTE for _, kind in found], bool)
-    word_pattern = words.choose(normal.values())
-    if is_byte.sum() != 256 or processor.eos_id() < 0 or word_pattern is None:
-        raise DataError(
-            f"{path}: a tokenizer here needs byte fallback, an end-of-text symbol and pieces with "
-            "spaces only at their start; train one with `jaxgpt tokenizer train`"
-        )
-    tok = Tokenizer(
-        path=path,
-        digest=hashlib.sha256(raw).hexdigest(),
-        eos_id=processor.eos_id(),
-        pad_id=processor.pad_id() if processor.pad_id() >= 0 else processor.eos_id(),
-        specials={p: i for i, (p, kind) in enumerate(found) if kind in (CONTROL, USER_DEFINED)},
-        pieces=tuple(
-            bytes([int(p[3:5], 16)]) if kind == BYTE else normal.get(p, "").encode()
-            for p, kind in found
-        ),
-        is_byte=is_byte,
-        word_pattern=word_pattern,
-        _processor=processor,
-        _caches=[_new_cache(processor)],
-    )
-    _self_test(tok)
+    tok = _open(raw, str(path), eos, pattern)
+    if tok.losses and multiprocessing.parent_process() is None:  # workers need not say it again
+        log.warning("%s: not lossless: %s", path, "; ".join(tok.losses))
     return tok
 
 
-def _new_cache(processor: sentencepiece.SentencePieceProcessor) -> _WordCache:
-    """Return a memory that knows how a space mark in a text is spelled: in bytes."""
-    spelled = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-    return _WordCache({SPACE: struct.pack("3i", *spelled)})
+def import_model(
+    path: str | Path, out: str | Path, eos: str | None = None, pattern: str | None = None
+) -> Tokenizer:
+    """Write a tokenizer of any kind as one file that `load` opens without arguments or neighbours.
 
-
-def _refuse_surrogates(word: str) -> None:
-    try:
-        word.encode()
-    except UnicodeEncodeError as error:
-        code = ord(word[error.start])
-        shown = ascii(word[max(0, error.start - 20) : error.start + 20])
-        raise DataError(f"lone surrogate U+{code:04X} in {shown}: UTF-8 cannot hold it") from None
-
-
-def _self_test(tok: Tokenizer) -> None:
-    texts = [*_NASTY, *tok.specials]
-    for text, ids in zip(texts, tok.encode_batch(texts), strict=True):
-        if not all(tok.pieces[number] for number in ids):
-            raise DataError(f"{tok.path}: refused: the text {text!r} produces a special id")
-        if tok.decode(ids) != text:
-            raise DataError(
-                f"{tok.path}: refused: it changes texts, {text!r} becomes {tok.decode(ids)!r}; "
-                "train a lossless one with `jaxgpt tokenizer train`"
-            )
+    Errors as for `load`; StorageError when the file cannot be written.
+    """
+    tok = load(path, eos, pattern)
+    _write(Path(out), tok.raw)
+    return replace(tok, path=str(out))
 
 
 def train(
@@ -251,104 +238,87 @@ def train(
     """Train a tokenizer on a sample of `texts` and write its model file, whole or not at all.
 
     Every byte of the texts has the same chance to be among the at most `max_bytes` used; the same
-    texts and seed give the same file on any machine. `progress(bytes read, bytes kept)` is called
-    as texts are read. Raises DataError for unusable symbols or a vocabulary size that the text
-    cannot support, StorageError when the file cannot be written.
+    texts and seed give the same file on any machine whose memory has room for the sample.
+    `progress(bytes read, bytes kept)` is called as texts are read. The result has a `report`.
+    Raises DataError for unusable symbols or a vocabulary size that the text cannot support,
+    StorageError when the file cannot be written.
     """
-    _check_symbols(user_symbols)
-    sample = _sample(texts, max_bytes, seed, progress)
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sample),
-            model_writer=model,
-            model_type=kind,
-            vocab_size=vocab_size,
-            pad_id=0,
-            unk_id=1,
-            eos_id=2,
-            bos_id=-1,
-            control_symbols=list(user_symbols),
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            max_sentence_length=1 << 20,
-            num_threads=4,  # a constant: it is part of the file, and of the result of unigram
-            minloglevel=3,
-        )
-    except RuntimeError as error:
-        raise DataError(_explain(str(error), vocab_size)) from error
-    raw = bytearray(model.getvalue())
-    for start, stop, _ in list(model_file.pieces(bytes(raw))):
-        raw[start:stop] = raw[start:stop].replace(TAB_STAND_IN.encode(), b"\t")
-    tok = _open(bytes(raw), str(path))
+    start = time.monotonic()
+    tokenizer_training.check_symbols(user_symbols)
+    sample = tokenizer_training.take_sample(texts, max_bytes, seed, kind, progress)
+    raw = tokenizer_training.make_model(sample.pieces, kind, vocab_size, user_symbols)
+    tok = _open(raw, str(path), None, None)
     expected = [name for name in RESERVED if name != "<unk>"] + list(user_symbols)
-    if list(tok.specials) != expected:
+    if list(tok.specials) != expected or tok.losses:
         raise DataError(f"special symbols became {list(tok.specials)}, asked for {expected}")
-    with storage_errors(Path(path).parent):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(Path(path), bytes(raw))
-    return tok
+    _write(Path(path), raw)
+    seconds = time.monotonic() - start
+    return replace(tok, report=tokenizer_training.make_report(tok, sample, seconds))
 
 
-def _check_symbols(symbols: Sequence[str]) -> None:
-    for symbol in symbols:
-        if not symbol.isprintable() or not symbol or re.search(f"[ {SPACE}]", symbol):
-            raise DataError(f"user symbol {symbol!r}: needs visible characters and no spaces")
-        if symbol in RESERVED or re.fullmatch("<0x[0-9A-F]{2}>", symbol):
-            raise DataError(f"user symbol {symbol!r} is already the name of another id")
-    if len(set(symbols)) < len(symbols):
-        raise DataError(f"user symbols {list(symbols)}: each may be given once")
+def _write(path: Path, raw: bytes) -> None:
+    with storage_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, raw)
 
 
-def _sample(
-    texts: Iterable[str], max_bytes: int, seed: int, progress: Callable[[int, int], None] | None
-) -> list[str]:
-    """Return pieces of texts of at most `max_bytes` in all: those with the smallest random keys."""
-    rng = random.Random(seed)
-    kept: list[tuple[float, int, int, str]] = []  # heap: -key, order, bytes, piece
-    read = size = 0
-    pieces = (piece for text in texts for piece in _training_pieces(text))
-    for order, piece in enumerate(pieces):
-        num_bytes = len(piece.encode())
-        heapq.heappush(kept, (-rng.random(), order, num_bytes, piece))
-        read, size = read + num_bytes, size + num_bytes
-        while size > max_bytes:
-            size -= heapq.heappop(kept)[2]
-        if progress and order % 1000 == 0:
-            progress(read, size)
-    return [piece for _, _, _, piece in sorted(kept, key=lambda entry: entry[1])]
+def _open(raw: bytes, path: str, eos: str | None, pattern: str | None) -> Tokenizer:
+    if raw[:64].lstrip().startswith(b"{"):
+        model = _open_json(raw, path, eos)
+    elif tiktoken_engine.looks_like_ranks(raw):
+        model = tiktoken_engine.open_ranks(raw, path, eos, pattern)
+    else:
+        model = sentencepiece_engine.open_model(raw, path, eos)
+    if pattern is not None and model.name != "tiktoken":
+        raise DataError(f"{path}: a pattern is given, but this is no tiktoken rank file")
+    digest = hashlib.sha256()
+    for part in (IDENTITY, model.name.encode(), *model.identity):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    tok = Tokenizer(
+        path=path,
+        digest=digest.hexdigest(),
+        engine=model.name,
+        eos_id=model.eos_id,
+        pad_id=model.pad_id,
+        specials=model.specials,
+        pieces=model.pieces,
+        is_byte=model.is_byte,
+        raw=model.raw,
+        strip=model.strip,
+        word_pattern=model.units,
+        _engine=model,
+        _caches=[_WordCache(dict(model.words or {}))],
+    )
+    return replace(tok, losses=tokenizer_check.check(tok, model.examples, model.exact))
 
 
-def _training_pieces(text: str) -> Iterator[str]:
-    """Cut a text where the trainer needs it, else after newlines or before runs of spaces."""
-    for part in _UNTRAINABLE.split(text):
-        start = 0
-        while start < len(part):
-            stop = start + _TRAINING_CHARS
-            if stop < len(part):
-                line = part.rfind("\n", start, stop) + 1
-                space = start + len(part[start:stop].rstrip(" ").rpartition(" ")[0].rstrip(" "))
-                stop = max(line, space) if max(line, space) > start else stop
-            yield part[start:stop].replace("\t", TAB_STAND_IN)
-            start = stop
+def _open_json(raw: bytes, path: str, eos: str | None) -> Engine:
+    """Open a tokenizer.json, or a self-contained file of any engine."""
+    try:
+        spec = json.loads(raw)
+        if spec.get("format") != FORMAT:
+            eos = eos or hf_engine.neighbours_eos(Path(path), spec)
+            return hf_engine.open_spec(spec, path, eos)
+        if spec["version"] != 1:
+            raise DataError(f"{path}: version {spec['version']}, made by a newer jaxgpt")
+        if spec["engine"] == "tiktoken":
+            return tiktoken_engine.open_wrapper(spec, path, eos)
+        if spec["engine"] == "hf":
+            return hf_engine.open_spec(spec["model"], path, eos or spec["eos"])
+        model = base64.b64decode(spec["model"], validate=True)
+        return sentencepiece_engine.open_model(model, path, eos or spec["eos"])
+    except _DAMAGE as error:
+        raise DataError(
+            f"{path}: JSON, but no tokenizer.json or a damaged one ({type(error).__name__})"
+        ) from error
 
 
-def _explain(message: str, vocab_size: int) -> str:
-    """Return the trainer's complaint as one line that names the setting to change."""
-    if limit := re.search(r"too high .*<= (\d+)", message):
-        return (
-            f"tokenizer.vocab_size = {vocab_size} is too large for this text: at most {limit[1]} "
-            "ids can be learnt from it; lower it or add text"
-        )
-    if limit := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return (
-            f"tokenizer.vocab_size = {vocab_size} is too small: specials, 256 bytes and the "
-            f"characters of this text need {limit[1]}"
-        )
-    if "sentences_.empty()" in message:
-        return "data.sources: there is no text to train a tokenizer on"
-    return f"the tokenizer cannot be trained: {' '.join(message.split())}"
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
+
+
+def _refuse_surrogates(unit: str) -> None:
+    try:
+        unit.encode()
+    except UnicodeEncodeError as error:
+        code = ord(unit[error.start])
+        raise DataError(f"lone surrogate U+{code:04X} in a text: UTF-8 cannot hold it") from None

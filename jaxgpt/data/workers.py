@@ -1,46 +1,41 @@
 """The processes of `prepare`: each turns one partition of documents into shards of token ids.
 
-A partition gives the same shards whoever makes it. Within one, ids are made in batches and written
-as they come, so memory does not grow with its size. Workers import neither JAX nor TensorFlow (but
-for `tfds:` sources) and end when their parent does.
+A partition gives the same shards whoever makes it. Ids are made in batches, or piece by piece for a
+huge document, and what cannot be written yet waits in a file: memory grows neither with a partition
+nor with a document. Workers import neither JAX nor TensorFlow (but for `tfds:` sources) and end
+when their parent does.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
-import hashlib
 import itertools
 import multiprocessing
 import os
 import signal
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-import numpy as np
-
 from jaxgpt.config import DataConfig
-from jaxgpt.data import sources, tokenizer, words
-from jaxgpt.data.formats import Document
-from jaxgpt.data.shard import storage_errors, write_shard
+from jaxgpt.data import sources, tokenizer
+from jaxgpt.data.durable import storage_errors
+from jaxgpt.data.encoding import BATCH_CHARS, Counts, Spool, encode, no_counts
+from jaxgpt.data.formats import BadRecords, Piece
+from jaxgpt.data.shard import Encoded, write_shard
 from jaxgpt.data.sources import Partition
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import DataError, Interrupted
 
 SPLITS = ("valid", "train")  # in the order of publication
 SHARD_SUFFIX = ".shard"
-COUNTED = (
-    "documents", "empty", "bytes", "tokens", "byte_tokens", "forced_cuts", "bad_replaced",
-    "bad_skipped",
-)  # fmt: skip
-BATCH_CHARS = 1 << 20  # documents are encoded in batches of about this size
-
-Encoded = tuple[np.ndarray, int, str]  # what write_shard takes: ids, UTF-8 bytes, origin
+MANY_RECORDS = 100  # of so many, no more than half may be bad and left out
+SHOWN_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
@@ -58,12 +53,45 @@ class Task:
 def run_tasks(tasks: list[Task], workers: int) -> Iterator[tuple[Task, dict]]:
     """Yield each task with its result as it is finished, in any order.
 
-    A result has manifest entries under "train" and "valid", and "source", "counts" and "places" of
-    bad records. Closing the iterator stops the workers within a batch.
+    A result is plain JSON: manifest entries under "train" and "valid", "source", "counts" (those of
+    `encoding.no_counts`), "places" of bad records, and "skipped_files" with path and reason.
+
+    A partition that is refused does not stop the others: a DataError at the end names all of them.
+    Any other problem ends the run at once. Closing the iterator stops the workers within a MiB of
+    text.
     """
+    problems: list[DataError] = []
+    with contextlib.closing(_attempts(tasks, workers)) as attempts:
+        for task, attempt in attempts:
+            try:
+                result = attempt()
+            except BrokenProcessPool as error:
+                raise DataError(
+                    "a worker process was killed (out of memory?); `prepare` goes on from here "
+                    "when started again, and fewer workers need less memory"
+                ) from error
+            except DataError as error:
+                problems.append(error)
+                continue
+            yield task, result
+    raise_all(problems)
+
+
+def raise_all(problems: list[DataError]) -> None:
+    """Raise the problem of each partition that failed, if any did: several as one, line by line."""
+    lines = list(dict.fromkeys(map(str, problems)))
+    if len(lines) == 1:
+        raise problems[0]
+    if lines:
+        more = len(lines) - SHOWN_PROBLEMS
+        shown = lines[:SHOWN_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
+        raise DataError("\n  ".join([f"{len(problems)} partitions cannot be prepared:", *shown]))
+
+
+def _attempts(tasks: list[Task], workers: int) -> Iterator[tuple[Task, Callable[[], dict]]]:
+    """Yield each task with a function that returns its result or raises, and does not wait long."""
     if workers <= 1:
-        for task in tasks:
-            yield task, prepare_partition(task)
+        yield from ((task, functools.partial(prepare_partition, task)) for task in tasks)
         return
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads can deadlock
     stop = context.Event()
@@ -71,12 +99,7 @@ def run_tasks(tasks: list[Task], workers: int) -> Iterator[tuple[Task, dict]]:
     try:
         futures = {pool.submit(prepare_partition, task): task for task in tasks}
         for future in concurrent.futures.as_completed(futures):
-            yield futures[future], future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process was killed (out of memory?); `prepare` goes on from here when "
-            "started again, and fewer workers need less memory"
-        ) from error
+            yield futures[future], future.result
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
@@ -98,6 +121,17 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _until_stopped(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    size = 0
+    for piece in pieces:
+        size += len(piece.text or "")
+        if size >= BATCH_CHARS:  # asking for each piece would take a tenth of the time
+            size = 0
+            if _stop and _stop.is_set():
+                raise Interrupted("another part of this run has failed or was interrupted")
+        yield piece
+
+
 @functools.lru_cache(maxsize=1)
 def _load(model: str, digest: str) -> Tokenizer:
     tok = tokenizer.load(model)
@@ -110,57 +144,40 @@ def prepare_partition(task: Task) -> dict:
     """Write the shards of a partition under `task.folder`; return its result (see `run_tasks`)."""
     tok = _load(task.model, task.digest)
     bad = sources.bad_records(task.cfg, task.partition)
-    counts = Counter(dict.fromkeys(COUNTED, 0))
-    documents = sources.documents(task.cfg, task.partition, bad)
-    encoded = _encode(tok, documents, counts)
-    with storage_errors(Path(task.folder)):
-        shards = _write(task, tok, encoded)
-    counts.update(bad_replaced=bad.replaced, bad_skipped=bad.skipped)
-    return shards | {"source": task.partition.source, "counts": counts, "places": bad.places}
+    counts = no_counts()
+    pieces = _until_stopped(sources.documents(task.cfg, task.partition, bad))
+    with storage_errors(Path(task.folder)), Spool(task.folder) as spool:
+        shards = _write(task, tok, encode(tok, pieces, task.cfg, counts, spool), spool)
+    counts |= {"bad_replaced": bad.replaced, "bad_skipped": bad.skipped}
+    _refuse_mostly_bad(task.partition.source, bad, counts)
+    return shards | {
+        "source": task.partition.source,
+        "counts": counts,
+        "places": bad.places,
+        "skipped_files": bad.skipped_files,
+    }
 
 
-def is_held_out(data: bytes, share: float) -> bool:
-    """Return whether a document, by its UTF-8 bytes alone, belongs to the held-out `share`.
+def is_held_out(digest: bytes, share: float) -> bool:
+    """Return whether a document, by the digest of its text alone, belongs to the held-out `share`.
 
     Equal documents fall on one side, and a document stays where it is when others are added.
     """
-    return int.from_bytes(hashlib.sha256(data).digest()[:8]) < share * 2.0**64
+    return int.from_bytes(digest[:8]) < share * 2.0**64
 
 
-def _encode(
-    tok: Tokenizer, documents: Iterable[Document], counts: Counter
-) -> Iterator[tuple[bytes, Encoded]]:
-    """Yield the UTF-8 bytes and the encoded form of each document that has text."""
-    for batch in _batches(documents):
-        if _stop and _stop.is_set():
-            raise Interrupted("another part of this run has failed or was interrupted")
-        counts["empty"] += sum(not text for text, _ in batch)
-        batch = [document for document in batch if document.text]
-        encoded = tok.encode_batch([text for text, _ in batch])
-        for (text, origin), ids in zip(batch, encoded, strict=True):
-            data = text.encode()
-            counts["documents"] += 1
-            counts["bytes"] += len(data)
-            counts["tokens"] += len(ids)
-            counts["byte_tokens"] += int(np.count_nonzero(tok.is_byte[ids]))
-            if len(text) >= words.LONGEST_WORD:
-                counts["forced_cuts"] += words.forced_cuts(tok.word_pattern, text)
-            yield data, (ids, len(data), origin)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text) + 1
-        if size >= BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    yield batch
+def _refuse_mostly_bad(source: str, bad: BadRecords, counts: Counts) -> None:
+    left = ("documents", "empty", "too_short", "too_long")
+    total = bad.skipped + sum(counts[name] for name in left)
+    if total >= MANY_RECORDS and bad.skipped * 2 > total:
+        raise DataError(
+            f"{source}: {bad.skipped} of {total} records in one partition are bad, too many to "
+            f"leave out; the first: {bad.places[0]}"
+        )
 
 
 def _write(
-    task: Task, tok: Tokenizer, encoded: Iterator[tuple[bytes, Encoded]]
+    task: Task, tok: Tokenizer, encoded: Iterator[Encoded], spool: Spool
 ) -> dict[str, list[dict]]:
     """Write documents to shards of about partition_bytes of text; return the entries by split."""
     entries: dict[str, list[dict]] = {split: [] for split in SPLITS}
@@ -169,8 +186,9 @@ def _write(
         if not first:
             break
         held_out: list[Encoded] = []
-        train = _until_full(itertools.chain(first, encoded), held_out, task.cfg)
-        for split, documents in (("train", train), ("valid", held_out)):
+        train = _until_full(itertools.chain(first, encoded), held_out, spool, task.cfg)
+        valid = (entry._replace(ids=spool.read(entry.ids)) for entry in held_out)
+        for split, documents in (("train", train), ("valid", valid)):
             path = Path(task.folder, split, f"{task.index:06}-{number:03}{SHARD_SUFFIX}")
             entry = write_shard(
                 path,
@@ -183,19 +201,25 @@ def _write(
                 entries[split].append(entry)
             else:
                 path.unlink()
+        spool.cut(0)
     return entries
 
 
 def _until_full(
-    encoded: Iterable[tuple[bytes, Encoded]], held_out: list[Encoded], cfg: DataConfig
+    encoded: Iterable[Encoded], held_out: list[Encoded], spool: Spool, cfg: DataConfig
 ) -> Iterator[Encoded]:
-    """Yield the training documents of the next shard and put the others into `held_out`."""
+    """Yield the training documents of the next shard; leave the others in the spool and list."""
     size = 0
-    for data, document in encoded:
-        if is_held_out(data, cfg.valid_share):
-            held_out.append(document)
+    for document in encoded:
+        stored = isinstance(document.ids, range)
+        if is_held_out(document.digest, cfg.valid_share):
+            place = document.ids if stored else spool.append(document.ids)
+            held_out.append(document._replace(ids=place))
+        elif stored:
+            yield document._replace(ids=spool.read(document.ids))
+            spool.cut(document.ids.start)
         else:
             yield document
-        size += len(data)
+        size += document.num_bytes
         if size >= cfg.partition_bytes:
             return

@@ -30,7 +30,8 @@ from jaxgpt.config import Config, ModelConfig
 from jaxgpt.data import tokenizer
 from jaxgpt.data.packing import Batch
 from jaxgpt.data.pipeline import eval_batches
-from jaxgpt.data.store import Store, open_store, write_manifest, write_shard
+from jaxgpt.data.shard import encoded_document, write_shard
+from jaxgpt.data.store import Store, open_store, write_manifest
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import DataError, NumericsError
 from jaxgpt.model import gpt
@@ -146,7 +147,7 @@ def evaluate_text(
     common = {"tokenizer_digest": tok.digest, "vocab_size": tok.vocab_size, "eos_id": tok.eos_id}
     documents = [text for text in ([texts] if isinstance(texts, str) else texts) if text]
     encoded = (
-        (np.array(tok.encode(text), np.int32), len(text.encode()), f"{name} {number}")
+        encoded_document(np.array(tok.encode(text), np.int32), text, f"{name} {number}")
         for number, text in enumerate(documents)
     )
     with tempfile.TemporaryDirectory(prefix="jaxgpt-eval-") as folder:

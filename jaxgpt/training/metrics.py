@@ -26,7 +26,7 @@ from jaxgpt.training.progress import Progress
 from jaxgpt.training.rows import RowFile
 
 # Counted, or written as they are at the row's own step; others are averaged over the row's steps.
-NOT_AVERAGED = ("lr", "weight", "tokens", "finite", "skipped", "skipped_in_row")
+NOT_AVERAGED = ("lr", "weight", "tokens", "finite", "skipped", "skipped_in_row", "rows_digest")
 PLAIN_SECONDS = 2.0  # at most one plain progress line in this time
 
 
@@ -53,7 +53,7 @@ class RunLog:
     `push` after each step, `paused` around whatever is not training, `state` for each checkpoint
     and, on resume, the same dict as `state=` with the step as `start_step`: the rows are then
     those of an unbroken run. With `run_dir` None (all processes but the first) nothing is written.
-    `epochs` tells from a position how many passes over each source lie before it.
+    `ledger` tells from a position what was consumed of each source before it.
     Raises StorageError if the files cannot be opened; later failures are counted in `errors`.
     """
 
@@ -67,7 +67,7 @@ class RunLog:
         start_step: int = 0,
         *,
         state: Mapping[str, Any] | None = None,
-        epochs: Callable[[int], Mapping[str, float]] | None = None,
+        ledger: Callable[[int], Mapping[str, float]] | None = None,
         plain: bool | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -76,7 +76,7 @@ class RunLog:
             raise ValueError(f"start_step {start_step} needs the state saved at that step")
         state = state or {"tokens": 0, "window": {}}
         self._every, self._total, self._peak = cfg.log.every, total_steps, peak
-        self._flops, self._epochs = flops_per_token, epochs
+        self._flops, self._ledger = flops_per_token, ledger
         self.tokens: int = state["tokens"]  # trained on since step 0
         # What the next row averages: name -> [numerator, denominator].
         self._window: dict[str, list[float]] = {k: list(v) for k, v in state["window"].items()}
@@ -222,8 +222,9 @@ class RunLog:
             "position": position,
         }
         row |= {key: mean for key, mean in means.items() if key not in row}
-        passes = self._epochs(position) if self._epochs else {}
-        row |= {f"epoch/{name}" if len(passes) > 1 else "epoch": n for name, n in passes.items()}
+        row |= self._ledger(position) if self._ledger else {}
+        if "rows_digest" in values:
+            row["rows_digest"] = f"{int(values['rows_digest']):08x}"
         self._window, self._since = {}, now
         self._timed_tokens, self._waited, self._excluded = 0, 0.0, 0.0
         self._write(row)
@@ -231,7 +232,9 @@ class RunLog:
 
     def _write(self, row: dict[str, Any]) -> None:
         """Write a row to both files; JSON has no NaN, so what is not finite becomes null."""
-        row = {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
+        row = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+        }
         self._guarded(lambda: self._rows and self._rows.write(row))
         self._guarded(lambda: self._events and write_scalars(self._events, row))
 
@@ -307,7 +310,7 @@ def write_scalars(writer: Any, row: Mapping[str, Any]) -> None:
 
     event = event_pb2.Event(wall_time=time.time(), step=row["step"])
     for key, value in row.items():
-        if value is not None and key not in ("step", "time"):
+        if isinstance(value, int | float) and key not in ("step", "time"):
             tag = key if key.startswith("eval/") else f"train/{key}"
             event.summary.value.add(tag=tag, simple_value=value)
     writer.write(event.SerializeToString())

@@ -25,20 +25,21 @@ Array = jax.Array
 
 @struct.dataclass
 class TrainState:
-    """Parameters, optimiser state and three int32 counters."""
+    """Parameters, optimiser state, three int32 counters and the digest of all rows consumed."""
 
     step: Array  # updates attempted; the next is number step + 1
     params: parameters.Params
     opt_state: OptState
     skipped: Array  # of these, how many changed nothing: not finite, or without a loss token
     skipped_in_row: Array  # how many were not finite since the last that changed something
+    rows_digest: Array  # uint32, see `audit`; rows of skipped updates count
 
 
 def init_state(cfg: Config, optimizer: Optimizer, key: Array) -> TrainState:
     """Return the state before the first step; a pure function of (cfg, key) on every mesh."""
     params = parameters.init(parameters.specs(cfg.model), key, cfg.train.param_dtype)
     zero = jnp.int32(0)
-    return TrainState(zero, params, optimizer.init(params), zero, zero)
+    return TrainState(zero, params, optimizer.init(params), zero, zero, jnp.uint32(0))
 
 
 def create(cfg: Config, optimizer: Optimizer, mesh: Mesh) -> TrainState:

@@ -21,6 +21,7 @@ from jaxgpt.model import gpt
 from jaxgpt.model.params import Params
 from jaxgpt.parallel.mesh import check_batch, platform
 from jaxgpt.parallel.sharding import batch_sharding, constrain, replicated
+from jaxgpt.training.audit import rows_digest
 from jaxgpt.training.loss import next_token_sums
 from jaxgpt.training.optimizer import Optimizer
 from jaxgpt.training.state import TrainState
@@ -39,7 +40,7 @@ def train_step(
     that of each block of `model.aux_layers`, per unit of weight. Metrics: `loss_sum` (main
     cross-entropy, nats) and `weight`, `z_loss_sum` and `aux_loss_sum` where they are switched on
     (what they add to the loss), `grad_norm` before clipping, `lr`, `finite` (1 or 0), and the
-    state's counters `skipped` and `skipped_in_row`.
+    state's `skipped`, `skipped_in_row` and `rows_digest`.
     """
     grads, sums = gradients(cfg, state.params, batch, state.step, mesh=mesh)
     total, weight = sums.pop("total"), sums["weight"]
@@ -61,8 +62,13 @@ def train_step(
         opt_state=opt_state,
         skipped=state.skipped + jnp.where(changed, 0, 1),
         skipped_in_row=jnp.where(changed, 0, in_row),
+        rows_digest=state.rows_digest + rows_digest(batch),
     )
-    counters = {"skipped": state.skipped, "skipped_in_row": state.skipped_in_row}
+    counters = {
+        "skipped": state.skipped,
+        "skipped_in_row": state.skipped_in_row,
+        "rows_digest": state.rows_digest,
+    }
     return state, sums | stats | counters | {"finite": finite.astype(jnp.int32)}
 
 

@@ -1,0 +1,68 @@
+"""The folder of a run: claimed, checked for what must not be lost, made self-contained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jaxgpt import config
+from jaxgpt.config import Config
+from jaxgpt.data.durable import write_atomic
+from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.errors import ConfigError, NothingRestorable, StorageError
+from jaxgpt.training.rows import read_rows
+
+# What a run leaves in its folder besides the data store, which may lie there too.
+RUN_FILES = (
+    "ckpt",
+    "metrics.jsonl",
+    "tensorboard",
+    "config.toml",
+    "tokenizer.model",
+    "samples.jsonl",
+)
+
+
+def claim_folder(run_dir: Path, cfg: Config, say: Callable[[str], None]) -> None:
+    """Make the run folder; with run.overwrite, set an earlier run in it aside."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        old = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+        if cfg.run.overwrite and old and jax.process_index() == 0:
+            number = 1
+            while (aside := run_dir / f"previous-{number}").exists():
+                number += 1
+            aside.mkdir()
+            for path in old:
+                path.rename(aside / path.name)
+            say(f"{run_dir}: the earlier run was moved to {aside}")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir = {run_dir}: {error.strerror} ({error.filename}); choose a folder that can "
+            "be written"
+        ) from None
+
+
+def check_never_saved(run_dir: Path, every: int, say: Callable[[str], None]) -> None:
+    """Raise NothingRestorable in a folder whose run got so far that checkpoints must be lost."""
+    reached = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl")), default=0)
+    if every and reached > every:
+        raise NothingRestorable(
+            f"{run_dir}: this run reached step {reached} and saved every {every} steps, but ckpt/ "
+            "holds nothing; put it back, set run.overwrite=true, or use another run.dir"
+        )
+    if reached:
+        say(f"{run_dir}: was interrupted before its first checkpoint; starting at step 0")
+
+
+def write_run_files(run_dir: Path, cfg: Config, tok: Tokenizer) -> None:
+    """Write what makes the folder self-contained: configuration with origins, tokenizer."""
+    if jax.process_index() != 0:
+        return
+    try:
+        write_atomic(run_dir / "config.toml", config.to_toml(cfg).encode())
+        write_atomic(run_dir / "tokenizer.model", tok.raw)
+    except OSError as error:
+        raise StorageError(f"{run_dir}: {error.strerror} ({error.filename})") from None
