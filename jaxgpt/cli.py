@@ -224,9 +224,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv is None and args.verb in ("eval", "generate"):
             # Nothing to save, and JAX's garbage callback can swallow a KeyboardInterrupt.
             signal.signal(signal.SIGINT, leave)
-        from jaxgpt import commands  # after the environment is set: it imports JAX
+        from jaxgpt.commands import verbs  # after the environment is set: it imports JAX
 
-        result = commands.run(args)
+        result = verbs.run(args)
         if as_json:
             print(json.dumps(result), flush=True)
         code = result.get("exit_code", 0)  # of a verb that has a result and it is bad news

@@ -64,3 +64,17 @@ class NumericsError(JaxgptError):
     """Too many non-finite steps in a row, or a compiler setting that breaks gradients."""
 
     exit_code = 79
+
+
+def show_path(path: str) -> str:
+    r"""Return a path as one printable line, different for different paths.
+
+    Bytes of what is not printable, or no UTF-8, and the backslash become \xNN.
+    """
+    if path.isprintable() and "\\" not in path:
+        return path
+    return "".join(c if c.isprintable() and c != "\\" else _escape(c) for c in path)
+
+
+def _escape(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogateescape"))

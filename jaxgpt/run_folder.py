@@ -9,9 +9,9 @@ import jax
 
 from jaxgpt import config
 from jaxgpt.config import Config
-from jaxgpt.data.durable import write_atomic
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.durable import write_atomic
 from jaxgpt.errors import ConfigError, NothingRestorable, StorageError
+from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training.rows import read_rows
 
 # What a run leaves in its folder besides the data store, which may lie there too.

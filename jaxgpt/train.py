@@ -28,7 +28,6 @@ from jaxgpt.data import pipeline, store, stream
 from jaxgpt.data.ledger import Ledger
 from jaxgpt.data.store import Store
 from jaxgpt.data.stream import Data, History
-from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import (
     ConfigError,
     DataError,
@@ -47,6 +46,7 @@ from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
 from jaxgpt.run_folder import check_never_saved, claim_folder, write_run_files
+from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training import metrics, optimizer, step
 from jaxgpt.training import state as states
 from jaxgpt.training.probe import Probe, probe_gradients

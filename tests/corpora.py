@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import Config, DataConfig, TokenizerConfig
-from jaxgpt.data import tokenizer
 from jaxgpt.data.store import open_store
+from jaxgpt.tokenization import tokenizer
 
 TEXTS = [f"Document {i}: the king went to hall {i * i}.\n" * (1 + i % 5) for i in range(300)]
 

@@ -12,8 +12,8 @@ import tokenizers
 from corpora import LINES
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from jaxgpt.data import tokenizer
-from jaxgpt.data.tiktoken_engine import CL100K, GPT2, O200K
+from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.tiktoken_engine import CL100K, GPT2, O200K
 
 E = "<|endoftext|>"
 PATTERNS = {"gpt2": GPT2, "cl100k": CL100K, "o200k": O200K}

@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 
 from jaxgpt.config import Config, DataConfig, TokenizerConfig
-from jaxgpt.data import prepare as prepare_module
-from jaxgpt.data.durable import write_atomic
-from jaxgpt.data.merge import merge
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus import prepare as prepare_module
+from jaxgpt.corpus.merge import merge
+from jaxgpt.corpus.prepare import prepare
+from jaxgpt.durable import write_atomic
 
 scenario, root, model = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 store, base = root / "store", root / "base"

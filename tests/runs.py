@@ -65,7 +65,7 @@ def tiny(root: Path, run: str, **changes: object) -> Config:
 
 def make_store(root: Path) -> Path:
     """Train a tokenizer on a small corpus and prepare it as `root/store`."""
-    from jaxgpt import data_commands
+    from jaxgpt.commands import data as data_commands
 
     write_corpus(root / "corpus")
     cfg = tiny(root, "unused")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from corpora import TEXTS, change, configure, make_models, tree, write_jsonl
 
-from jaxgpt.data import beam_runner, files
-from jaxgpt.data.files import UnreadableFile
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus import beam_runner, files
+from jaxgpt.corpus.files import UnreadableFile
+from jaxgpt.corpus.prepare import prepare
 from jaxgpt.errors import ConfigError, DataError
 
 PROCESSES = ("--direct_num_workers=2", "--direct_running_mode=multi_processing")
@@ -130,7 +130,7 @@ def test_runners_and_options_that_mean_nothing_are_refused(cfg):
 
 def test_beam_is_imported_only_to_run_it():
     code = (
-        "import sys, jaxgpt.data.prepare, jaxgpt.data.merge, jaxgpt.data.beam_runner; "
+        "import sys, jaxgpt.corpus.prepare, jaxgpt.corpus.merge, jaxgpt.corpus.beam_runner; "
         "print('apache_beam' in sys.modules)"
     )
     result = subprocess.run(

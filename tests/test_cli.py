@@ -16,7 +16,7 @@ import pytest
 from runs import WORDS, jaxgpt, make_store, overrides, process_environment
 
 from jaxgpt import cli, config
-from jaxgpt.data import tokenizer
+from jaxgpt.tokenization import tokenizer
 
 
 @pytest.fixture(scope="module")

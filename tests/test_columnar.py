@@ -13,9 +13,9 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from jaxgpt.data import columnar, files, formats
-from jaxgpt.data.files import UnreadableFile
-from jaxgpt.data.formats import BadRecords, Piece
+from jaxgpt.corpus import columnar, files, formats
+from jaxgpt.corpus.files import UnreadableFile
+from jaxgpt.corpus.formats import BadRecords, Piece
 from jaxgpt.errors import DataError
 
 VALUES = ["a", "b\u2028 \r\n", "", "caf\u00e9 \U0001f680", " c\n"]

@@ -154,7 +154,12 @@ def test_a_missing_file_or_a_folder_is_refused(tmp_path):
         (["model.aux_layers=[6]"], ["1 to 5"]),
         (["checkpoint.keep=0"], ["checkpoint.keep"]),
         (["data.store={a=0}"], ["above 0"]),
-        (["checkpoint.allow_change=[\"everything\"]"], ["data, tokenizer, seed, optim"]),
+        (["data.stages={\"0\" = {a = 1.0}}"], ["data.stages['0']", "at least 1"]),
+        (["data.stages={\"9\" = {a = -1.0}}"], ["data.stages['9']['a'] = -1.0", "above 0"]),
+        (["data.stages={\"9\" = {}}"], ["data.stages['9'] is empty"]),
+        (["data.min_bytes=9", "data.max_bytes=8"], ["data.max_bytes = 8", "data.min_bytes = 9"]),
+        (["data.max_epochs=-1"], ["data.max_epochs = -1.0"]),
+        (["checkpoint.allow_change=[\"everything\"]"], ["data, mixture, tokenizer, seed, optim"]),
     ],
 )  # fmt: skip
 def test_combinations_that_cannot_work_are_refused_with_the_numbers(overrides, words):

@@ -10,8 +10,9 @@ import pytest
 from runs import overrides
 from verbs import ask, make_two_stores, refused, text_of
 
-from jaxgpt import cli, data_commands
-from jaxgpt.data.journal import Share
+from jaxgpt import cli
+from jaxgpt.commands import data as data_commands
+from jaxgpt.corpus.journal import Share
 from jaxgpt.data.store import open_store
 
 

@@ -11,8 +11,8 @@ from corpora import TEXTS, change, configure, make_models, stored_documents, wri
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgpt.data.duplicates import mark
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus.duplicates import mark
+from jaxgpt.corpus.prepare import prepare
 from jaxgpt.data.store import open_store
 
 # 60 documents, 25 of them equal to an earlier one: 20 in the other file, 5 in the same.

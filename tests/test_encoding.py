@@ -10,9 +10,9 @@ import pytest
 from corpora import make_models
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import tokenizer
-from jaxgpt.data.encoding import Spool, encode, no_counts
-from jaxgpt.data.formats import Piece
+from jaxgpt.corpus.encoding import Spool, encode, no_counts
+from jaxgpt.corpus.formats import Piece
+from jaxgpt.tokenization import tokenizer
 
 
 @pytest.fixture(scope="module")

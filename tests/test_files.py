@@ -16,9 +16,9 @@ import pyarrow
 import pytest
 import zstandard
 
-from jaxgpt.data import files, packed
-from jaxgpt.data.files import UnreadableFile
-from jaxgpt.errors import DataError
+from jaxgpt.corpus import files, packed
+from jaxgpt.corpus.files import UnreadableFile
+from jaxgpt.errors import DataError, show_path
 
 PACK = {
     "gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress,
@@ -193,8 +193,8 @@ def test_the_identity_is_the_same_under_all_names(tmp_path):
 
 
 def test_shown_paths_are_printable_lines_and_different_for_different_paths():
-    assert files.show_path("/d/caf\u00e9 1.txt") == "/d/caf\u00e9 1.txt"
-    assert files.show_path("/d/\udcff\n.txt") == "/d/\\xff\\x0a.txt"
+    assert show_path("/d/caf\u00e9 1.txt") == "/d/caf\u00e9 1.txt"
+    assert show_path("/d/\udcff\n.txt") == "/d/\\xff\\x0a.txt"
     paths = [
         "a\n",
         "a\\x0a",
@@ -206,8 +206,8 @@ def test_shown_paths_are_printable_lines_and_different_for_different_paths():
         "\u2028",
         "\x1b[2J",
     ]
-    assert len({files.show_path(path) for path in paths}) == len(paths)
-    assert all(files.show_path(path).isprintable() for path in paths)
+    assert len({show_path(path) for path in paths}) == len(paths)
+    assert all(show_path(path).isprintable() for path in paths)
 
 
 # Compressed files

@@ -10,9 +10,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data import files, formats
-from jaxgpt.data.files import UnreadableFile
-from jaxgpt.data.formats import BadRecords, Piece
+from jaxgpt.corpus import files, formats
+from jaxgpt.corpus.files import UnreadableFile
+from jaxgpt.corpus.formats import BadRecords, Piece
 from jaxgpt.errors import DataError
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.data import tokenizer
-from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import ConfigError, DataError, NumericsError
 from jaxgpt.evaluation.generate import generate
 from jaxgpt.evaluation.sampling import Sampling
 from jaxgpt.model import gpt
 from jaxgpt.model.params import Params, ParamSpec, specs
+from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.tokenizer import Tokenizer
 
 V, T, E = 64, 32, 2
 GREEDY = Sampling(temperature=0)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from corpora import TEXTS, change, configure, make_models, stored_documents, write_jsonl
 
-from jaxgpt.data import files
-from jaxgpt.data.files import UnreadableFile
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus import files
+from jaxgpt.corpus.files import UnreadableFile
+from jaxgpt.corpus.prepare import prepare
 from jaxgpt.data.store import open_store
 from jaxgpt.errors import DataError
 

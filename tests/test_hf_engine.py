@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from jaxgpt.data import hf_engine, tokenizer
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import hf_engine, tokenizer
 
 MAKERS = {"byte_level": byte_level, "metaspace": metaspace, "llama_style": llama_style}
 ENDS = {"byte_level": E, "metaspace": "</s>", "llama_style": "</s>"}

@@ -8,41 +8,42 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxgpt"
-BASE = {"errors", "config", "toml_values", "validation"}
+BASE = {"errors", "durable", "config", "toml_values", "validation"}
+DATA = BASE | {"tokenization", "data"}
 # What each room or module may import from jaxgpt, besides itself.
 MAY_IMPORT = {
     "errors": set(),
+    "durable": {"errors"},
     "toml_values": {"errors"},
     "validation": {"config"},  # types only
     "config": {"errors", "toml_values", "validation"},
     "runtime": BASE,
-    "data": BASE,
+    "tokenization": BASE,
+    "data": BASE | {"tokenization"},
+    "corpus": DATA,
     "model": BASE,
-    "parallel": BASE | {"model", "data"},
-    "training": BASE | {"data", "model", "parallel", "runtime"},
-    "checkpoint": BASE | {"data", "model", "parallel", "training", "runtime"},
-    "evaluation": BASE | {"data", "model", "parallel", "training", "checkpoint", "runtime"},
+    "parallel": DATA | {"model"},
+    "training": DATA | {"model", "parallel", "runtime"},
+    "checkpoint": DATA | {"model", "parallel", "training", "runtime"},
+    "evaluation": DATA | {"model", "parallel", "training", "checkpoint", "runtime"},
 }
-MAY_IMPORT["train"] = set(MAY_IMPORT)
-MAY_IMPORT["terminal"] = BASE
-MAY_IMPORT["data_commands"] = BASE | {"data", "terminal"}
-MAY_IMPORT["inspect_commands"] = set(MAY_IMPORT) - {"data_commands"}
-MAY_IMPORT["survey_commands"] = BASE | {"data", "terminal", "data_commands", "inspect_commands"}
+MAY_IMPORT["run_folder"] = DATA | {"training"}
+MAY_IMPORT["train"] = set(MAY_IMPORT) - {"corpus"}
 MAY_IMPORT["commands"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = BASE | {"commands", "runtime"}
 ONLY_IN = {
-    "tensorflow": {"data"},
-    "tensorflow_datasets": {"data"},
-    "sentencepiece": {"data"},
-    "tokenizers": {"data"},
-    "tiktoken": {"data"},
-    "pyarrow": {"data"},
-    "fsspec": {"data"},
-    "apache_beam": {"data"},
+    "tensorflow": {"data", "corpus/tfds_source.py"},
+    "tensorflow_datasets": {"corpus/tfds_source.py"},
+    "sentencepiece": {"tokenization"},
+    "tokenizers": {"tokenization/hf_engine.py"},
+    "tiktoken": {"tokenization/tiktoken_engine.py"},
+    "pyarrow": {"corpus"},
+    "fsspec": {"corpus/remote.py"},
+    "apache_beam": {"corpus/beam_runner.py"},
     "optax": {"training/optimizer.py"},
     "orbax": {"checkpoint"},
     "tensorboard": {"training/metrics.py"},
-    "rich": {"training/progress.py", "evaluation", "terminal.py"},
+    "rich": {"training/progress.py", "evaluation", "commands"},
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 

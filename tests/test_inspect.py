@@ -12,12 +12,13 @@ from corpora import make_models
 from stores import E, encoded, random_documents, write_store
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import inspect, tokenizer
+from jaxgpt.data import inspect
 from jaxgpt.data.pipeline import sample_rows
 from jaxgpt.data.shard import write_shard
 from jaxgpt.data.store import open_store, write_manifest
 from jaxgpt.data.stream import Data, open_data
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import tokenizer
 
 T = 16
 STORES = {

@@ -12,9 +12,10 @@ from verbs import B, T, ask, make_two_stores, open_both, refused, text_of, words
 from jaxgpt import config
 from jaxgpt.checkpoint import commit
 from jaxgpt.checkpoint.record import Record
-from jaxgpt.data import stream, tokenizer
+from jaxgpt.data import stream
 from jaxgpt.data.pipeline import sample_rows
 from jaxgpt.data.store import open_store
+from jaxgpt.tokenization import tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data.json_stream import string_field
+from jaxgpt.corpus.json_stream import string_field
 
 TEXT = st.text(
     st.one_of(

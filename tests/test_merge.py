@@ -11,10 +11,10 @@ import pytest
 from corpora import TEXTS, change, configure, make_models, tree, write_jsonl
 
 from jaxgpt.config import TokenizerConfig
-from jaxgpt.data import journal
-from jaxgpt.data.journal import Share
-from jaxgpt.data.merge import merge
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus import journal
+from jaxgpt.corpus.journal import Share
+from jaxgpt.corpus.merge import merge
+from jaxgpt.corpus.prepare import prepare
 from jaxgpt.errors import ConfigError, DataError
 
 

@@ -6,7 +6,7 @@ import pytest
 import sentencepiece
 from foreign_models import sentencepiece_file
 
-from jaxgpt.data import model_file
+from jaxgpt.tokenization import model_file
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxgpt.data import tokenizer
 from jaxgpt.data.shard import encoded_document, write_shard
 from jaxgpt.data.store import Store, open_store, write_manifest
-from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import DataError, NumericsError
 from jaxgpt.evaluation.perplexity import (
     EvalResult,
@@ -36,6 +34,8 @@ from jaxgpt.model import gpt
 from jaxgpt.model.params import Params, specs
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import tree_shardings
+from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.tokenizer import Tokenizer
 
 T = 16
 TRAINING = ["the king went to the sea", "a", "émigré 🚀 went", "sea " * 30, "to be or not to be"]

@@ -16,10 +16,11 @@ from corpora import TEXTS, change, configure, make_corpus, make_models, write_js
 from corpora import stored_documents as documents
 
 from jaxgpt.config import ModelConfig, TokenizerConfig
-from jaxgpt.data import best_fit, tokenizer
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus.prepare import prepare
+from jaxgpt.data import best_fit
 from jaxgpt.data.store import open_store
 from jaxgpt.errors import ConfigError, DataError, StorageError
+from jaxgpt.tokenization import tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +222,7 @@ def test_a_damaged_packing_index_is_built_again(cfg):
 
 def test_workers_import_neither_jax_nor_tensorflow():
     code = (
-        "import sys, jaxgpt.data.workers, jaxgpt.data.prepare; "
+        "import sys, jaxgpt.corpus.workers, jaxgpt.corpus.prepare; "
         "print([m for m in ('jax', 'flax', 'tensorflow', 'pyarrow') if m in sys.modules])"
     )
     result = subprocess.run(

@@ -16,11 +16,11 @@ import pytest
 from corpora import TEXTS, change, make_corpus, make_models, write_jsonl
 
 from jaxgpt.config import TokenizerConfig
-from jaxgpt.data import prepare as prepare_module
-from jaxgpt.data import tokenizer
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus import prepare as prepare_module
+from jaxgpt.corpus.prepare import prepare
 from jaxgpt.data.store import open_store
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_work_killed_before_any_change_on_disk_ends_in_the_same_files(tmp_path, 
 HALTED = """
 import sys, time
 from jaxgpt import config
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus.prepare import prepare
 
 def progress(done, total, documents):
     print(done, flush=True)

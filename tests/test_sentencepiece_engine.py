@@ -12,8 +12,8 @@ from foreign_models import sentencepiece_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data import tokenizer, words
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import tokenizer, words
 
 ODD = ["a", " a", "  a  b ", "", "\n", "caf\u00e9\tx", "\U0001f680 \u4e2d", "\ufb01", *LINES[:8]]
 PREFIX = "a space is put before each text"

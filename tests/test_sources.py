@@ -16,10 +16,10 @@ import pyarrow.parquet
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import files, formats, sources
-from jaxgpt.data.files import UnreadableFile
-from jaxgpt.data.formats import Piece
-from jaxgpt.data.sources import Slice
+from jaxgpt.corpus import files, formats, sources
+from jaxgpt.corpus.files import UnreadableFile
+from jaxgpt.corpus.formats import Piece
+from jaxgpt.corpus.sources import Slice
 from jaxgpt.errors import ConfigError, DataError
 
 

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import sources, stdlib
+from jaxgpt.corpus import sources, stdlib
 
 CFG = DataConfig(sources=("stdlib",))
 
@@ -50,7 +50,7 @@ def test_modules_in_c_are_documented():
 
 
 def test_documentation_is_the_same_in_another_process():
-    code = "from jaxgpt.data import stdlib; print(stdlib.documentation('itertools'))"
+    code = "from jaxgpt.corpus import stdlib; print(stdlib.documentation('itertools'))"
     command = [sys.executable, "-c", code]
     other = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
     assert other.stdout == stdlib.documentation("itertools") + "\n"

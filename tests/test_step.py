@@ -413,7 +413,8 @@ LONG = dataclasses.replace(ONE_LAYER, seq_len=128)
 
 
 @functools.cache
-def compiled(cfg: Config) -> Any:
+def compiled(micro_batch: int) -> Any:
+    cfg = config(LONG, micro_batch=micro_batch)
     mesh, tx = make_mesh(cfg.mesh, jax.devices()[:1]), optimizer(cfg)
     placed = state_shardings(mesh, cfg, tx)
     step = make_train_step(cfg, tx, mesh, placed)
@@ -421,7 +422,7 @@ def compiled(cfg: Config) -> Any:
 
 
 def test_eight_micro_batches_need_clearly_less_memory_than_one_batch():
-    small, big = (compiled(config(LONG, micro_batch=m)) for m in (1, 8))
+    small, big = (compiled(micro_batch) for micro_batch in (1, 8))
     params = 4 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs(LONG)))
     activations = big.temp_size_in_bytes - params
     assert activations > 4 * params  # or else this would show nothing
@@ -429,9 +430,8 @@ def test_eight_micro_batches_need_clearly_less_memory_than_one_batch():
 
 
 def test_all_of_the_state_is_donated():
-    cfg = config(LONG, micro_batch=8)
-    state = sum(x.nbytes for x in jax.tree.leaves(initial(cfg)))
-    assert compiled(cfg).alias_size_in_bytes == state
+    state = sum(x.nbytes for x in jax.tree.leaves(initial(config(LONG, micro_batch=8))))
+    assert compiled(8).alias_size_in_bytes == state
 
 
 def test_the_onednn_option_is_for_bfloat16_on_cpu_only():

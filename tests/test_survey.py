@@ -13,10 +13,11 @@ from corpora import LINES, TEXTS, change, configure, make_models, write_jsonl
 from stores import random_documents, write_store
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.data import survey, tokenizer
-from jaxgpt.data.prepare import prepare
+from jaxgpt.corpus import survey
+from jaxgpt.corpus.prepare import prepare
 from jaxgpt.data.store import open_store
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import tokenizer
 
 
 @pytest.fixture(scope="module")

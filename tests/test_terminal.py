@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxgpt import terminal
+from jaxgpt.commands import terminal
 from jaxgpt.errors import ConfigError
 
 

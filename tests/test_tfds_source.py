@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import sources, tfds_source
+from jaxgpt.corpus import sources, tfds_source
+from jaxgpt.corpus.files import UnreadableFile
+from jaxgpt.corpus.formats import BadRecords
 from jaxgpt.data.feeder import import_tensorflow
-from jaxgpt.data.files import UnreadableFile
-from jaxgpt.data.formats import BadRecords
 from jaxgpt.errors import DataError
 
 TEXTS = [f"document {i} caf\u00e9\n" for i in range(40)]

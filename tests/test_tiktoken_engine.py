@@ -12,8 +12,8 @@ from foreign_models import PATTERNS, E, encoding, rank_file, rank_lines, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data import tiktoken_engine, tokenizer
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import tiktoken_engine, tokenizer
 
 ODD = [
     "",

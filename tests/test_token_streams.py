@@ -11,8 +11,8 @@ from foreign_models import every_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data import words
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import words
 
 NAMES = "own sp_llama sp_nfkc byte_level metaspace llama_style gpt2 cl100k o200k".split()
 CHARS = st.sampled_from(" \n\t\r,.(a1\u00e9\u0301\u4e2d\u2581\U0001f680")

@@ -13,8 +13,8 @@ from corpora import LINES, SYMBOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data import model_file, tokenizer, words
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import model_file, tokenizer, words
 
 AWKWARD = [
     "a  b", "a\tb", "a\nb", " a", "a ", "", "   ", "\r\n", "a\r\n\r\nb", "\0", "</s>", "<0x41>",

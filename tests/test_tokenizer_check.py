@@ -6,7 +6,7 @@ import pytest
 from corpora import LINES
 from foreign_models import byte_level
 
-from jaxgpt.data import tokenizer, tokenizer_check
+from jaxgpt.tokenization import tokenizer, tokenizer_check
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from corpora import LINES
 
-from jaxgpt.data import tokenizer
+from jaxgpt.tokenization import tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 CONTENT = json.loads((GOLDEN / "tokenizers.json").read_text())

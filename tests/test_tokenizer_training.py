@@ -7,8 +7,8 @@ import os
 import pytest
 from corpora import LINES, SYMBOLS
 
-from jaxgpt.data import tokenizer, tokenizer_check, tokenizer_training
 from jaxgpt.errors import DataError, StorageError
+from jaxgpt.tokenization import tokenizer, tokenizer_check, tokenizer_training
 
 
 def test_tabs_newlines_and_indentation_enter_pieces(tmp_path):

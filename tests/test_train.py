@@ -23,10 +23,11 @@ from runs import (
     write_corpus,
 )
 
-from jaxgpt import config, data_commands
-from jaxgpt.data import tokenizer
+from jaxgpt import config
+from jaxgpt.commands import data as data_commands
 from jaxgpt.errors import ConfigError, DataError, Interrupted, NothingRestorable, NumericsError
 from jaxgpt.parallel import mesh as meshes
+from jaxgpt.tokenization import tokenizer
 from jaxgpt.train import train
 
 

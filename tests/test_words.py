@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data import words
+from jaxgpt.tokenization import words
 
 ANY_TEXT = st.text(
     st.one_of(st.sampled_from(" \n\ta(1\u00e9\u4e2d\u2581"), st.characters()), max_size=60

@@ -18,9 +18,10 @@ import pytest
 from corpora import make_models, write_jsonl
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import files, formats, sources, tokenizer, workers
+from jaxgpt.corpus import files, formats, sources, workers
 from jaxgpt.data.shard import open_shard, read_digests
 from jaxgpt.errors import DataError, Interrupted, StorageError
+from jaxgpt.tokenization import tokenizer
 
 HUGE = [
     "the king  went to hall 12.\n\tif x:\n" * 60,
@@ -141,7 +142,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from jaxgpt.config import DataConfig
-from jaxgpt.data import sources, tokenizer, workers
+from jaxgpt.corpus import sources, workers
+from jaxgpt.tokenization import tokenizer
 
 def peak():
     for line in open("/proc/self/status"):

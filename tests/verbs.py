@@ -7,7 +7,8 @@ from pathlib import Path
 
 from runs import make_store, overrides, tiny
 
-from jaxgpt import cli, config, data_commands
+from jaxgpt import cli, config
+from jaxgpt.commands import data as data_commands
 from jaxgpt.data import stream
 
 ESCAPES = "zz \x1b[31mred\x1b[0m \u202e text\r\n[bold]and more of this[/bold]"

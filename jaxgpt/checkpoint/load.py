@@ -16,10 +16,10 @@ from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.checkpoint.record import Damaged, Record
 from jaxgpt.checkpoint.verify import print_line, read_record, read_verified
 from jaxgpt.config import Config
-from jaxgpt.data import tokenizer
 from jaxgpt.errors import DataError, NothingRestorable
 from jaxgpt.model import params
 from jaxgpt.model.params import Params
+from jaxgpt.tokenization import tokenizer
 
 TOKENIZER = "tokenizer.model"
 PREFIX = "params."  # of the parameters' leaves in a training state

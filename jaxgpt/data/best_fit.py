@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxgpt.data import blocks
-from jaxgpt.data.durable import storage_errors
 from jaxgpt.data.fitting import assign
 from jaxgpt.data.store import Store
+from jaxgpt.durable import storage_errors
 from jaxgpt.errors import ConfigError, DataError, StorageError
 
 VERSION = 1  # part of the digest; raise it with any change of what is in a row

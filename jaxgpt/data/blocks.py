@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.data.durable import storage_errors, sync_directory
+from jaxgpt.durable import storage_errors, sync_directory
 from jaxgpt.errors import DataError, StorageError
 
 VERSION = 2

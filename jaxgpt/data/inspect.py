@@ -16,13 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxgpt.data import order, shard
-from jaxgpt.data.files import show_path
 from jaxgpt.data.mixture import position_of, visits_before
 from jaxgpt.data.packing import Rows
 from jaxgpt.data.store import Store
 from jaxgpt.data.stream import Data, locate, stretch
-from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.errors import DataError
+from jaxgpt.errors import DataError, show_path
+from jaxgpt.tokenization.tokenizer import Tokenizer
 
 AT_ONCE = 1 << 16  # sightings computed together
 SHOWN = 10  # candidates that a message names

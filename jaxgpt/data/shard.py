@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxgpt.data import blocks
 from jaxgpt.data.blocks import BlockFile
-from jaxgpt.data.durable import storage_errors, sync_directory
+from jaxgpt.durable import storage_errors, sync_directory
 from jaxgpt.errors import DataError
 
 __all__ = ["Encoded", "Shard", "open_shard", "storage_errors", "sync_directory", "write_shard"]

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.data import shard as shards
-from jaxgpt.data.durable import storage_errors, write_atomic
 from jaxgpt.data.shard import Shard, open_shard, token_dtype, write_shard
+from jaxgpt.durable import storage_errors, write_atomic
 from jaxgpt.errors import DataError, StorageError
 
 __all__ = [

@@ -26,7 +26,7 @@ from jaxgpt.model.cache import KVCache, init_cache
 from jaxgpt.model.params import Params, restack
 
 if TYPE_CHECKING:
-    from jaxgpt.data.tokenizer import Tokenizer
+    from jaxgpt.tokenization.tokenizer import Tokenizer
 
 MIN_BUCKET = 32  # lengths are padded to powers of two from here on: few shapes, few compilations
 CHUNK = 512  # ids of a prompt that are computed at once

@@ -27,17 +27,17 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgpt.config import Config, ModelConfig
-from jaxgpt.data import tokenizer
 from jaxgpt.data.packing import Batch
 from jaxgpt.data.pipeline import eval_batches
 from jaxgpt.data.shard import encoded_document, write_shard
 from jaxgpt.data.store import Store, open_store, write_manifest
-from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import DataError, NumericsError
 from jaxgpt.model import gpt
 from jaxgpt.model.params import Params
 from jaxgpt.parallel.mesh import batch_shards, platform
 from jaxgpt.parallel.sharding import constrain, replicated, rows_of_process, to_global
+from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training.loss import chunk_tokens, token_losses
 
 MAX_EXPONENT = 709.0  # exp of more is not a float64

@@ -15,8 +15,8 @@ import sentencepiece
 from corpora import LINES
 from foreign_models import E, byte_level, encoding, metaspace, rank_file, sentencepiece_file
 
-from jaxgpt.data import tokenizer
-from jaxgpt.data.tiktoken_engine import CL100K
+from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.tiktoken_engine import CL100K
 
 HERE = Path(__file__).parent
 TEXTS = [*LINES[:8], "caf\u00e9 \u4e2d\u6587 \U0001f680", " a  b\t\r\n\n", "</s><|endoftext|>", ""]

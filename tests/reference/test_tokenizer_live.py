@@ -9,7 +9,7 @@ import transformers
 from corpora import LINES
 from foreign_models import E, byte_level, llama_style, metaspace
 
-from jaxgpt.data import tokenizer
+from jaxgpt.tokenization import tokenizer
 
 MAKERS = {"byte_level": byte_level, "metaspace": metaspace, "llama_style": llama_style}
 PARTS = ["the", " king", "\n", "\t", "  ", "caf\u00e9", "\u4e2d", "\U0001f680", "</s>", E,

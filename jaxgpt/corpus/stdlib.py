@@ -16,7 +16,7 @@ import types
 import warnings
 from pathlib import Path
 
-from jaxgpt.data.files import show_path
+from jaxgpt.errors import show_path
 
 SKIPPED_FOLDERS = {
     "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from jaxgpt.data.encoding import no_counts
-from jaxgpt.data.formats import SHOWN
+from jaxgpt.corpus.encoding import no_counts
+from jaxgpt.corpus.formats import SHOWN
 
 Tally = dict[str, dict[str, Any]]
 

@@ -14,12 +14,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxgpt.data import generations, journal
-from jaxgpt.data.durable import storage_errors, sync_directory
-from jaxgpt.data.generations import Finished
-from jaxgpt.data.journal import INPUTS, JOURNAL, MODEL
-from jaxgpt.data.prepare import publish
-from jaxgpt.data.workers import SPLITS
+from jaxgpt.corpus import generations, journal
+from jaxgpt.corpus.generations import Finished
+from jaxgpt.corpus.journal import INPUTS, JOURNAL, MODEL
+from jaxgpt.corpus.prepare import publish
+from jaxgpt.corpus.workers import SPLITS
+from jaxgpt.durable import storage_errors, sync_directory
 from jaxgpt.errors import DataError
 
 NAMED = 20  # at most so many missing partitions are named in a message

@@ -23,14 +23,15 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import sources, tokenizer
-from jaxgpt.data.durable import storage_errors
-from jaxgpt.data.encoding import BATCH_CHARS, Counts, Spool, encode, no_counts
-from jaxgpt.data.formats import BadRecords, Piece
+from jaxgpt.corpus import sources
+from jaxgpt.corpus.encoding import BATCH_CHARS, Counts, Spool, encode, no_counts
+from jaxgpt.corpus.formats import BadRecords, Piece
+from jaxgpt.corpus.sources import Partition
 from jaxgpt.data.shard import Encoded, write_shard
-from jaxgpt.data.sources import Partition
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.durable import storage_errors
 from jaxgpt.errors import DataError, Interrupted
+from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.tokenizer import Tokenizer
 
 SPLITS = ("valid", "train")  # in the order of publication
 SHARD_SUFFIX = ".shard"

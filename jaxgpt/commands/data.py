@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.commands.terminal import load_config, progress_line, say, show, visible
 from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError, DataError
-from jaxgpt.terminal import load_config, progress_line, say, show, visible
 
 # Of the texts found, what is not among the documents or was changed: key of the report, in words.
 LEFT_OUT = (
@@ -43,7 +43,8 @@ def tokenizer_path(cfg: Config) -> Path:
 
 def make_tokenizer(cfg: Config) -> dict[str, Any]:
     """Train the tokenizer of a configuration on its sources; an equal one is left as it is."""
-    from jaxgpt.data import sources, tokenizer
+    from jaxgpt.corpus import sources
+    from jaxgpt.tokenization import tokenizer
 
     path, settings = tokenizer_path(cfg), cfg.tokenizer
     fresh = path.with_name(f"{path.name}.new")
@@ -93,7 +94,7 @@ def tokenizer_train(args: argparse.Namespace) -> dict[str, Any]:
 
 def tokenizer_import(args: argparse.Namespace) -> dict[str, Any]:
     """Write a tokenizer of another program as one file that needs nothing else."""
-    from jaxgpt.data import tokenizer
+    from jaxgpt.tokenization import tokenizer
 
     out = Path(args.out)
     if out.exists() and is_prepared(out.parent):
@@ -108,7 +109,7 @@ def tokenizer_import(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_tokenizer(name: str) -> Any:
     """Return the tokenizer that `name` means: a model file, a token store or a run folder."""
-    from jaxgpt.data import tokenizer
+    from jaxgpt.tokenization import tokenizer
 
     path = Path(name)
     return tokenizer.load(path / "tokenizer.model" if path.is_dir() else path)
@@ -173,7 +174,7 @@ def make_store(cfg: Config, workers: int = 0, **options: Any) -> dict[str, Any]:
 
     `options` are those of `prepare.prepare`.
     """
-    from jaxgpt.data import prepare as preparation
+    from jaxgpt.corpus import prepare as preparation
 
     def describe(done: int, total: int, documents: int) -> str:
         share = done / total if total else 1.0
@@ -198,7 +199,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 def merge(args: argparse.Namespace) -> dict[str, Any]:
     """Publish one store of the shares that several `prepare` runs made."""
-    from jaxgpt.data.merge import merge as merge_shares
+    from jaxgpt.corpus.merge import merge as merge_shares
 
     report = merge_shares(
         args.destination,

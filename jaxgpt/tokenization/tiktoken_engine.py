@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.data import engine, words
-from jaxgpt.data.engine import FORMAT, Engine
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import engine, words
+from jaxgpt.tokenization.engine import FORMAT, Engine
 
 log = logging.getLogger(__name__)
 

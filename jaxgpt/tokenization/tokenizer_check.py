@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxgpt.data.words import SPACE
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization.words import SPACE
 
 if TYPE_CHECKING:
-    from jaxgpt.data.tokenizer import Tokenizer
+    from jaxgpt.tokenization.tokenizer import Tokenizer
 
 NASTY = (
     " a", "a ", "a  b", "   ", "a\tb", "a\nb", "a\r\nb\r\n", "\n\n\n", "\0", "a\0b", "\x0b\x0c\x1f",

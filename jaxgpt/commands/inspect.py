@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgpt import config
+from jaxgpt.commands.terminal import excerpt, load_config, say, show, table, visible
 from jaxgpt.config import Config
 from jaxgpt.data import inspect
 from jaxgpt.data.stream import Data, History, open_data
 from jaxgpt.errors import ConfigError
-from jaxgpt.terminal import excerpt, load_config, say, show, table, visible
 from jaxgpt.validation import num_steps
 
 PRINTED = 100  # sightings in the text for people; --json has all up to --limit

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxgpt.data import columnar, files
-from jaxgpt.data.formats import BadRecords, Piece
+from jaxgpt.corpus import columnar, files
+from jaxgpt.corpus.formats import BadRecords, Piece
 from jaxgpt.errors import DataError
 
 

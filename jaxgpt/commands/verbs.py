@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxgpt import config, data_commands
+from jaxgpt import config
+from jaxgpt.commands import data as data_commands
+from jaxgpt.commands.data import is_prepared
+from jaxgpt.commands.terminal import load_config, say, show
 from jaxgpt.config import Config
-from jaxgpt.data_commands import is_prepared
 from jaxgpt.errors import DataError
-from jaxgpt.terminal import load_config, say, show
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def look(args: argparse.Namespace) -> dict[str, Any]:
     """Run a verb that looks into stores."""
-    from jaxgpt import inspect_commands, survey_commands
+    from jaxgpt.commands import inspect as inspect_commands
+    from jaxgpt.commands import survey as survey_commands
 
     verbs = {
         "stats": survey_commands.data_stats,
@@ -81,8 +83,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate a checkpoint on held-out stores or text."""
     from jaxgpt import runtime
     from jaxgpt.checkpoint.load import find_tokenizer, load_step
-    from jaxgpt.data import tokenizer
     from jaxgpt.evaluation import perplexity
+    from jaxgpt.tokenization import tokenizer
 
     cfg, params, record = load_step(args.run, step=args.step)
     for line in runtime.start_jax(cfg).lines:
@@ -119,7 +121,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def eval_inputs(args: argparse.Namespace, cfg: Config) -> Iterator[tuple[str, Any]]:
     """Yield (name, store or documents) of --data, or of the run's own held-out sets."""
-    from jaxgpt.data import sources
+    from jaxgpt.corpus import sources
     from jaxgpt.data.store import open_store
 
     wanted = dict(split_name(text) for text in args.data)
@@ -147,9 +149,9 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
     """Write text with a checkpoint: one row as it comes, several when they are done."""
     from jaxgpt import runtime
     from jaxgpt.checkpoint.load import find_tokenizer, load_step
-    from jaxgpt.data import tokenizer
     from jaxgpt.evaluation import generate as generation
     from jaxgpt.evaluation.sampling import Sampling
+    from jaxgpt.tokenization import tokenizer
 
     sampling = Sampling(
         temperature=args.temperature,

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.data import engine, words
-from jaxgpt.data.engine import FORMAT, Engine
-from jaxgpt.data.words import SPACE
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import engine, words
+from jaxgpt.tokenization.engine import FORMAT, Engine
+from jaxgpt.tokenization.words import SPACE
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxgpt.config import Config, DataConfig
-from jaxgpt.data import counts, generations, journal, sources, tokenizer
-from jaxgpt.data.duplicates import leave_out
-from jaxgpt.data.durable import storage_errors, write_atomic
-from jaxgpt.data.generations import FINISHED, Finished
-from jaxgpt.data.journal import MODEL, Share
-from jaxgpt.data.sources import Partition
+from jaxgpt.corpus import counts, generations, journal, sources
+from jaxgpt.corpus.duplicates import leave_out
+from jaxgpt.corpus.generations import FINISHED, Finished
+from jaxgpt.corpus.journal import MODEL, Share
+from jaxgpt.corpus.sources import Partition
+from jaxgpt.corpus.workers import SPLITS, Task, run_tasks
 from jaxgpt.data.store import open_store, write_manifest
-from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.data.workers import SPLITS, Task, run_tasks
+from jaxgpt.durable import storage_errors, write_atomic
 from jaxgpt.errors import ConfigError, DataError
+from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.tokenizer import Tokenizer
 
 VERSION = 2  # of the documents, ids and shards that a key stands for
 WORTH_A_PROCESS = 4 << 20  # bytes; starting one costs about a second
@@ -116,7 +117,7 @@ def _share(partitions: tuple[int, int] | None) -> Share | None:
 
 def _runner(name: str, options: Sequence[str]) -> Run:
     if name == "beam":
-        from jaxgpt.data import beam_runner
+        from jaxgpt.corpus import beam_runner
 
         beam_runner.require_beam()
         return functools.partial(beam_runner.run_tasks, options=options)

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from jaxgpt.data.durable import sync_directory, write_atomic
-from jaxgpt.data.generations import JOURNAL, Finished, changes, withdraw
-from jaxgpt.data.workers import SPLITS
+from jaxgpt.corpus.generations import JOURNAL, Finished, changes, withdraw
+from jaxgpt.corpus.workers import SPLITS
+from jaxgpt.durable import sync_directory, write_atomic
 from jaxgpt.errors import DataError
 
 KEY, INPUTS, MODEL = "key.json", "inputs.jsonl", "tokenizer.model"

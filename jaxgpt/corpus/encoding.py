@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.formats import Piece
+from jaxgpt.corpus.formats import Piece
 from jaxgpt.data.shard import DIGEST_BYTES, Encoded, document_digest
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.tokenization.tokenizer import Tokenizer
 
 # Of the texts found, `documents` have tokens and a length within the limits; the others are empty
 # (nothing, or a byte order mark alone), too short or too long. Bytes and tokens are of documents.

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxgpt.data import files
-from jaxgpt.data.files import show_path
-from jaxgpt.data.json_stream import string_field
-from jaxgpt.errors import DataError
+from jaxgpt.corpus import files
+from jaxgpt.corpus.json_stream import string_field
+from jaxgpt.errors import DataError, show_path
 
 HELD_BYTES = 4 << 20  # a text file or a line up to this size is decoded in one go
 PIECE_BYTES = 1 << 20

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import sentencepiece
 
-from jaxgpt.data import model_file, tokenizer_check
-from jaxgpt.data.words import SPACE
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import model_file, tokenizer_check
+from jaxgpt.tokenization.words import SPACE
 
 if TYPE_CHECKING:
-    from jaxgpt.data.tokenizer import Tokenizer
+    from jaxgpt.tokenization.tokenizer import Tokenizer
 
 RESERVED = ("<pad>", "<unk>", "</s>")  # ids 0, 1, 2
 

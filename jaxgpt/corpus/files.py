@@ -14,10 +14,10 @@ import stat
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from jaxgpt.data import remote
-from jaxgpt.data.packed import is_compressed, unpack, unpacked_name
-from jaxgpt.data.remote import is_remote
-from jaxgpt.errors import DataError
+from jaxgpt.corpus import remote
+from jaxgpt.corpus.packed import is_compressed, unpack, unpacked_name
+from jaxgpt.corpus.remote import is_remote
+from jaxgpt.errors import DataError, show_path
 
 BLOCK_BYTES = 1 << 20
 Kind = Literal["text", "json", "parquet", "arrow"]
@@ -36,20 +36,6 @@ class FileStatus(NamedTuple):
     size: int
     stamp: str
     identity: int | str
-
-
-def show_path(path: str) -> str:
-    r"""Return a path as one printable line, different for different paths.
-
-    Bytes of what is not printable, or no UTF-8, and the backslash become \xNN.
-    """
-    if path.isprintable() and "\\" not in path:
-        return path
-    return "".join(c if c.isprintable() and c != "\\" else _escape(c) for c in path)
-
-
-def _escape(character: str) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogateescape"))
 
 
 def base_name_kind(path: str) -> Kind:

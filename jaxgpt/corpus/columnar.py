@@ -13,10 +13,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from jaxgpt.data import files
-from jaxgpt.data.files import RawFile, base_name_kind, is_compressed, show_path
-from jaxgpt.data.formats import PIECE_BYTES, BadRecords, Piece, decode
-from jaxgpt.errors import DataError
+from jaxgpt.corpus import files
+from jaxgpt.corpus.files import RawFile, base_name_kind, is_compressed
+from jaxgpt.corpus.formats import PIECE_BYTES, BadRecords, Piece, decode
+from jaxgpt.errors import DataError, show_path
 
 BATCH_BYTES = 8 << 20  # of text are decoded at a time where rows are of equal size
 BATCH_ROWS = 256

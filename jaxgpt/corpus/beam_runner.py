@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt import errors
-from jaxgpt.data.durable import write_atomic
-from jaxgpt.data.workers import SPLITS, Task, prepare_partition, raise_all
+from jaxgpt.corpus.workers import SPLITS, Task, prepare_partition, raise_all
+from jaxgpt.durable import write_atomic
 from jaxgpt.errors import ConfigError, DataError, JaxgptError
 
 RESULTS = "results"

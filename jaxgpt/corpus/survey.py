@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.data import best_fit, blocks, shard, tokenizer
-from jaxgpt.data.durable import storage_errors
-from jaxgpt.data.generations import FINISHED
+from jaxgpt.corpus.generations import FINISHED
+from jaxgpt.corpus.workers import SPLITS
+from jaxgpt.data import best_fit, blocks, shard
 from jaxgpt.data.store import MANIFEST, Store, generations, open_store, read_manifest
-from jaxgpt.data.workers import SPLITS
+from jaxgpt.durable import storage_errors
 from jaxgpt.errors import DataError, StorageError
+from jaxgpt.tokenization import tokenizer
 
 Progress = Callable[[int, int], None]
 READ_BYTES = 1 << 20

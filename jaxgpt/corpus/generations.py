@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import sources
-from jaxgpt.data.files import show_path
-from jaxgpt.data.sources import Partition, Slice
+from jaxgpt.corpus import sources
+from jaxgpt.corpus.sources import Partition, Slice
+from jaxgpt.corpus.workers import SPLITS
 from jaxgpt.data.store import MANIFEST, earlier_manifest, open_store
-from jaxgpt.data.workers import SPLITS
-from jaxgpt.errors import DataError, StorageError
+from jaxgpt.errors import DataError, StorageError, show_path
 
 FINISHED, JOURNAL = "prepared.json", ".prepare"
 NAMED = 3  # at most so many changed files are named in a message

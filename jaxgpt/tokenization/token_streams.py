@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxgpt.data import words
-from jaxgpt.data.engine import LOST
+from jaxgpt.tokenization import words
+from jaxgpt.tokenization.engine import LOST
 
 if TYPE_CHECKING:
-    from jaxgpt.data.tokenizer import Tokenizer
+    from jaxgpt.tokenization.tokenizer import Tokenizer
 
 
 class StreamEncoder:

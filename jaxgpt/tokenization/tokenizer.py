@@ -23,7 +23,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxgpt.data import (
+from jaxgpt.durable import storage_errors, write_atomic
+from jaxgpt.errors import DataError
+from jaxgpt.tokenization import (
     hf_engine,
     sentencepiece_engine,
     tiktoken_engine,
@@ -31,11 +33,9 @@ from jaxgpt.data import (
     tokenizer_training,
     words,
 )
-from jaxgpt.data.durable import storage_errors, write_atomic
-from jaxgpt.data.engine import FORMAT, Engine
-from jaxgpt.data.token_streams import StreamDecoder, StreamEncoder, strip_start
-from jaxgpt.data.tokenizer_training import RESERVED, TrainReport
-from jaxgpt.errors import DataError
+from jaxgpt.tokenization.engine import FORMAT, Engine
+from jaxgpt.tokenization.token_streams import StreamDecoder, StreamEncoder, strip_start
+from jaxgpt.tokenization.tokenizer_training import RESERVED, TrainReport
 
 log = logging.getLogger(__name__)
 

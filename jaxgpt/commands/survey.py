@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.commands.data import LEFT_OUT
+from jaxgpt.commands.inspect import Steps, opened
+from jaxgpt.commands.terminal import progress_line, say, show, table, visible
 from jaxgpt.config import Config
-from jaxgpt.data import survey
+from jaxgpt.corpus import survey
 from jaxgpt.data.mixture import ends
 from jaxgpt.data.store import Store
 from jaxgpt.data.stream import Data, epochs
-from jaxgpt.data_commands import LEFT_OUT
 from jaxgpt.errors import ConfigError, DataError
-from jaxgpt.inspect_commands import Steps, opened
-from jaxgpt.terminal import progress_line, say, show, table, visible
 from jaxgpt.validation import num_steps
 
 ALWAYS = ("empty", "duplicates", "bad_skipped")  # told also where there were none

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import columnar, files, formats, stdlib, tfds_source
-from jaxgpt.data.files import FileStatus, UnreadableFile, show_path
-from jaxgpt.data.formats import BadRecords, Piece
-from jaxgpt.errors import ConfigError, DataError
+from jaxgpt.corpus import columnar, files, formats, stdlib, tfds_source
+from jaxgpt.corpus.files import FileStatus, UnreadableFile
+from jaxgpt.corpus.formats import BadRecords, Piece
+from jaxgpt.errors import ConfigError, DataError, show_path
 
 MIN_PARTITION_BYTES = 1 << 20
 MANY_PARTITIONS = 32  # a small corpus is cut into about this many, so that all cores have work

@@ -16,11 +16,11 @@ import struct
 import numpy as np
 import sentencepiece
 
-from jaxgpt.data import engine, model_file, words
-from jaxgpt.data.engine import FORMAT, Engine
-from jaxgpt.data.model_file import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from jaxgpt.data.words import SPACE
 from jaxgpt.errors import DataError
+from jaxgpt.tokenization import engine, model_file, words
+from jaxgpt.tokenization.engine import FORMAT, Engine
+from jaxgpt.tokenization.model_file import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from jaxgpt.tokenization.words import SPACE
 
 _MARKER = re.compile(r"[<\[{|].+[>\]}|]")
 
