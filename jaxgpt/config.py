@@ -106,7 +106,7 @@ class DataConfig:
         False, "true: attention and positions restart at each document; false: plain causal"
     )
     prefetch: int = opt(
-        4, "batches made ahead of the training step; changes nothing else", "batches"
+        8, "batches made ahead of the training step; changes nothing else", "batches"
     )
 
 

@@ -10,6 +10,7 @@ not mapped: a failing disk or server is an error with a name, where a map would 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -213,6 +214,19 @@ def read_into(file: BlockFile, start: int, buffer: memoryview) -> None:
         if not file.verified[block]:
             _verify_block(file, block)
     _pread(file, start, buffer)
+
+
+def expect(file: BlockFile, start: int, size: int) -> None:
+    """Have the system fetch what a later read of `size` bytes from `start` on will need.
+
+    Returns at once, so that the reads of many rows are under way together; a hint, without errors.
+    """
+    first = (start - HEADER_BYTES) // BLOCK_BYTES
+    last = (start + size - HEADER_BYTES - 1) // BLOCK_BYTES
+    if not (file.verified[first] and file.verified[last]):  # whole blocks will be read
+        start, size = HEADER_BYTES + first * BLOCK_BYTES, (last - first + 1) * BLOCK_BYTES
+    with contextlib.suppress(OSError, AttributeError):  # macOS has no posix_fadvise
+        os.posix_fadvise(file.fd, start, size, os.POSIX_FADV_WILLNEED)
 
 
 def verify(file: BlockFile) -> None:

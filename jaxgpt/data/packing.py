@@ -81,7 +81,7 @@ class Rows:
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """Return the (stream position, inputs) of each stretch of the stream in a row."""
         if self.index:
-            return [(int(start), int(length)) for start, length in self.index.row(row)]
+            return [(start, length) for start, length in self.index.row(row).tolist()]
         start = row * self.seq_len
         return [(start, min(self.seq_len, self.store.stream_len - start))]
 
@@ -101,18 +101,22 @@ def gather(rows: Sequence[tuple[Rows, int] | None], layout: Layout) -> tuple[np.
     ids = np.empty((len(rows), layout.width), layout.dtype)
     lengths = np.zeros(len(rows), np.int32)
     opens = np.zeros((len(rows), layout.seq_len), bool) if layout.document_mask else None
-    for number, row in enumerate(rows):
-        marks = None if opens is None else opens[number]
+    pieces = [row[0].pieces(row[1]) if row else [] for row in rows]
+    for row, parts in zip(rows, pieces, strict=True):
+        for start, length in parts:  # all reads are under way before the first is waited for
+            row[0].store.expect(start, start + length + 1)
+    for number, (row, parts) in enumerate(zip(rows, pieces, strict=True)):
         if row is not None:
-            source, index = row
-            read = _read_pieces if source.index else _read_stretch
-            lengths[number] = read(source, index, ids[number], marks)
+            marks = None if opens is None else opens[number]
+            read = _read_pieces if row[0].index else _read_stretch
+            lengths[number] = read(row[0].store, parts, ids[number], marks)
     return (ids, lengths) if opens is None else (ids, lengths, opens)
 
 
-def _read_stretch(source: Rows, row: int, ids: np.ndarray, opens: np.ndarray | None) -> int:
-    store, start = source.store, row * source.seq_len
-    length = min(source.seq_len, store.stream_len - start)
+def _read_stretch(
+    store: Store, parts: list[tuple[int, int]], ids: np.ndarray, opens: np.ndarray | None
+) -> int:
+    ((start, length),) = parts
     store.read_into(start, ids[: length + 1])
     if opens is not None:
         opens[store.opens(start, start + length)] = True
@@ -120,11 +124,13 @@ def _read_stretch(source: Rows, row: int, ids: np.ndarray, opens: np.ndarray | N
     return length
 
 
-def _read_pieces(source: Rows, row: int, ids: np.ndarray, opens: np.ndarray | None) -> int:
-    at, seq_len = 0, source.seq_len
-    for start, length in source.index.row(row).tolist():
+def _read_pieces(
+    store: Store, parts: list[tuple[int, int]], ids: np.ndarray, opens: np.ndarray | None
+) -> int:
+    at, seq_len = 0, len(ids) // 2
+    for start, length in parts:
         piece = np.empty(length + 1, ids.dtype)
-        source.store.read_into(start, piece)
+        store.read_into(start, piece)
         ids[at : at + length] = piece[:-1]
         ids[seq_len + at : seq_len + at + length] = piece[1:]
         if opens is not None:

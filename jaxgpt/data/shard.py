@@ -238,6 +238,12 @@ def read_stream(shard: Shard, position: int, out: np.ndarray) -> None:
     blocks.read_into(shard.file, at, memoryview(out))
 
 
+def expect_stream(shard: Shard, position: int, count: int) -> None:
+    """Have the system fetch `count` ids from `position` on; see `blocks.expect`."""
+    size = shard.dtype.itemsize
+    blocks.expect(shard.file, shard.tokens_at + position * size, count * size)
+
+
 def read_starts(shard: Shard, begin: int, end: int) -> np.ndarray:
     """Return starts [begin, end) of documents as int64."""
     return _numbers(shard, "starts", begin, end)

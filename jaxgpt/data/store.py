@@ -244,6 +244,13 @@ class Store:
         finally:
             self.reading.pop(thread, None)
 
+    def expect(self, start: int, stop: int) -> None:
+        """Have the system fetch stream positions [start, stop) for a later read; a hint."""
+        number = bisect_right(self._first, start) - 1
+        until = min(stop, self._first[number + 1])  # the next shard is left to the read itself
+        if start < until:
+            shards.expect_stream(self._shard(number), start - self._first[number], until - start)
+
     def opens(self, start: int, stop: int) -> np.ndarray:
         """Return where documents open in stream positions [start, stop), relative to start, int64.
 
