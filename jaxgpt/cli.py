@@ -89,7 +89,7 @@ def build_parser() -> Parser:
     tokenizer = verbs.add_parser("tokenizer", help="train, inspect or use a subword tokenizer")
     actions = tokenizer.add_subparsers(dest="action", metavar="ACTION", required=True)
     verb(actions, "train", "train a SentencePiece model on data.sources", configured=True)
-    sub = verb(actions, "import", "make one file of a tokenizer of another program")
+    sub = verb(actions, "import", "write another program's tokenizer as one self-contained file")
     sub.add_argument("path", help="SentencePiece model, tokenizer.json or tiktoken rank file")
     sub.add_argument("out", help="file to write, e.g. STORE/tokenizer.model")
     sub.add_argument("--eos", metavar="NAME", help="symbol that ends a text; default: as in PATH")
@@ -156,9 +156,7 @@ def add_data_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
     what = "CONFIG.toml or a run folder, and section.field=value"
 
     sub = verb(actions, "stats", "what a store holds, and how a run will use its stores")
-    sub.add_argument(
-        "config", nargs="+", metavar="STORE | CONFIG", help=f"a token store; or {what}"
-    )
+    sub.add_argument("config", nargs="+", metavar="STORE | CONFIG", help=f"token stores; or {what}")
 
     sub = verb(actions, "show", "the rows of a step: their text, documents, files and offsets")
     sub.add_argument("config", nargs="+", metavar="CONFIG", help=what)
@@ -177,14 +175,16 @@ def add_data_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
     sub.add_argument("--doc", required=True, metavar="ID",
                      help="number of the document, or its origin as `data show` prints it: whole "
                      "or an unambiguous part at its start or end (reads all origins)")  # fmt: skip
-    sub.add_argument("--store", default="", metavar="NAME", help="its store, if several have such")
+    sub.add_argument(
+        "--store", default="", metavar="NAME", help="its store, where there are several"
+    )
     sub.add_argument("--steps", type=whole(1), metavar="N", help="look at no more than N steps")
     sub.add_argument("--first-step", type=whole(1), default=1, metavar="S", help="begin there")
     sub.add_argument("--limit", type=whole(1), default=10_000, metavar="N",
-                     help="list so many times; all are counted")  # fmt: skip
+                     help="list at most so many sightings; all are counted")  # fmt: skip
 
     sub = verb(actions, "verify", "check every byte of stores; exit code 65 if any is wrong")
-    sub.add_argument("stores", nargs="+", metavar="STORE")
+    sub.add_argument("stores", nargs="+", metavar="STORE", help="folder that `prepare` wrote")
 
     sub = verb(actions, "merge", "publish the store of `prepare --partitions` runs")
     sub.add_argument("destination", metavar="DEST", help="store to make, or one of the folders")

@@ -9,6 +9,7 @@ fields. Only the standard library is imported: a bad configuration is refused be
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 import typing
 from collections.abc import Iterator
@@ -73,9 +74,13 @@ class DataConfig:
     bad_text: Literal["error", "replace", "skip"] = opt(
         "error",
         "undecodable or malformed records: refuse, put U+FFFD where that mends them, or leave them "
-        "out (also files that cannot be read)",
+        "out (also files that cannot be read; never most of many records)",
     )
-    min_bytes: int = opt(0, "shorter documents are left out and counted", "UTF-8 bytes")
+    min_bytes: int = opt(
+        0,
+        "shorter documents are left out and counted; empty ones always are, white space is kept",
+        "UTF-8 bytes",
+    )
     max_bytes: int = opt(0, "longer documents are left out and counted; 0: none", "UTF-8 bytes")
     dedup: bool = opt(False, "of documents that are equal byte for byte only the first is kept")
     valid_share: float = opt(
@@ -258,7 +263,9 @@ class CheckpointConfig:
         0, "also keep every checkpoint whose step is a multiple; 0: none", "steps"
     )
     allow_change: tuple[str, ...] = opt(
-        (), "what may differ on resume: data, tokenizer, seed, optim"
+        (),
+        "what may differ on resume: mixture (stores, what was added to them, weights), data (the "
+        "mixture, and packing, order and mask), tokenizer, seed, optim",
     )
 
 
@@ -362,6 +369,10 @@ def _override_setting(text: str, problems: list[str]) -> tuple[str, str, Any, st
             value = raw
     except tomllib.TOMLDecodeError:
         value = raw  # a bare word such as a path
+        if typing.get_origin(hint) is tuple and ("," in raw or raw[:1] + raw[-1:] == "[]"):
+            example = json.dumps([word.strip(" []'\"") for word in raw.split(",")])
+            problems.append(f"{origin}: no list; write '{name}={example}', quotes and all")
+            return None
     if typing.get_origin(hint) is tuple and isinstance(value, str):
         value = [value]
     return section, key, value, origin

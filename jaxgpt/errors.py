@@ -76,5 +76,10 @@ def show_path(path: str) -> str:
     return "".join(c if c.isprintable() and c != "\\" else _escape(c) for c in path)
 
 
+def one_line(error: object) -> str:
+    """Return what a library says is wrong as one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]
+
+
 def _escape(character: str) -> str:
     return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogateescape"))

@@ -248,8 +248,16 @@ class Stop:
 
 
 # Seconds that a phase may take before the run counts as stuck: about ten times what the slowest
-# healthy case needs (a 70B compile, a checkpoint to slow storage, a long evaluation).
-LIMITS = {"compile": 7200.0, "data": 900.0, "step": 1800.0, "save": 3600.0, "eval": 14400.0}
+# healthy case needs (a 70B compile, a checkpoint to slow storage, a long evaluation). To open data
+# may mean to pack it first: 2.5 h for 15 T tokens on one core.
+LIMITS = {
+    "open": 86400.0,
+    "compile": 7200.0,
+    "data": 900.0,
+    "step": 1800.0,
+    "save": 3600.0,
+    "eval": 14400.0,
+}
 
 
 class Watchdog:

@@ -24,16 +24,11 @@ from jaxgpt.checkpoint.faults import fault
 from jaxgpt.checkpoint.saver import Saver
 from jaxgpt.checkpoint.store import Checkpointer, print_line
 from jaxgpt.config import Config
-from jaxgpt.data import pipeline, store, stream
+from jaxgpt.data import blocks, pipeline, stream
 from jaxgpt.data.ledger import Ledger
 from jaxgpt.data.store import Store
 from jaxgpt.data.stream import Data, History
-from jaxgpt.errors import (
-    ConfigError,
-    DataError,
-    Interrupted,
-    NumericsError,
-)
+from jaxgpt.errors import ConfigError, DataError, Interrupted, NumericsError
 from jaxgpt.evaluation.perplexity import (
     EvalResult,
     compressor_baselines,
@@ -41,10 +36,12 @@ from jaxgpt.evaluation.perplexity import (
     store_bytes,
     store_tokenizer,
 )
+from jaxgpt.evaluation.sets import eval_stores
 from jaxgpt.model import gpt
 from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.agreement import check_agreement
 from jaxgpt.run_folder import check_never_saved, claim_folder, write_run_files
 from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training import metrics, optimizer, step
@@ -76,7 +73,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
 
     Raises Interrupted after a signal, when the state is durable; ConfigError, DataError and
     NothingRestorable before the first step; StorageError when saving keeps failing; NumericsError
-    after `train.max_nonfinite` skipped steps in a row, or if the compiler gets gradients wrong.
+    after `train.max_nonfinite` skipped steps in a row, or if the compiler gets gradients wrong;
+    DisagreementError where processes were started differently.
     """
     run_dir = Path(cfg.run.dir)
     with contextlib.ExitStack() as stack:
@@ -84,23 +82,31 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         dog = stack.enter_context(runtime.Watchdog())
 
         # Open: data and devices decide what the configuration leaves open, or refuse it.
-        data = stream.open_data(
-            cfg.data,
-            seq_len=cfg.model.seq_len,
-            seed=cfg.run.seed,
-            history=recorded_history(cfg),
-            say=say,
-        )
-        for source in data.stores:
+        with dog.phase("open", detail=blocks.reading):
+            history = recorded_history(cfg)
+            data = stream.open_data(
+                cfg.data,
+                seq_len=cfg.model.seq_len,
+                seed=cfg.run.seed,
+                history=history,
+                say=say,
+            )
+            eval_sets = eval_stores(cfg, history, say=say)
+        for source in (*data.stores, *eval_sets.values()):
             stack.callback(source.close)
         cfg = complete(cfg, data)
         total = last_step(cfg, data, say)
-        eval_sets = eval_stores(cfg)
-        for source in eval_sets.values():
-            stack.callback(source.close)
         tok = check_tokenizers(data, eval_sets)
         for line in runtime.start_jax(cfg).lines:
             say(line)
+        check_agreement(
+            {
+                "data.store": data.mixture.names,
+                "data, run.seed or model.seq_len": [data.digest],
+                "eval.store": [source.digest for source in eval_sets.values()],
+                "train.num_steps": [str(total)],
+            }
+        )
         mesh = meshes.make_mesh(cfg.mesh)
         meshes.check_batch(mesh, cfg.train.global_batch, cfg.train.micro_rows)
         model = parameters.specs(cfg.model)
@@ -130,6 +136,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             state = restored.state if restored else states.create(cfg, tx, mesh)
         first = done = restored.record.step if restored else 0
         position = restored.record.position if restored else 0
+        # Fewer, should this not be the newest checkpoint, and the batch have been another.
+        total = min(total, done + max(0, data.end - position) // cfg.train.global_batch)
         write_run_files(run_dir, cfg, tok)
         if restored:
             say(f"{run_dir}: resuming at step {done} of {total}")
@@ -186,7 +194,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         with batches:
             while done < total and not stop.reason:
                 began = time.monotonic()
-                with dog.phase("data", detail=data.reading):
+                with dog.phase("data", detail=blocks.reading):
                     batch = next(batches)
                 waited = time.monotonic() - began
                 with dog.phase("compile" if done == first else "step"):
@@ -232,17 +240,23 @@ def recorded_history(cfg: Config) -> History | None:
 
 
 def last_step(cfg: Config, data: Data, say: Callable[[str], None]) -> int:
-    """Return the updates of the run: as configured, or as many whole batches as there is data."""
-    wanted, batch = num_steps(cfg), cfg.train.global_batch
-    there = data.end // batch
+    """Return the updates of the run: as configured, or as many whole batches as there is data.
+
+    Those of its newest checkpoint may have consumed more or fewer rows each than are asked for now.
+    """
+    record = None if cfg.run.overwrite else load.newest_record(Path(cfg.run.dir))
+    done, position = (record.step, record.position) if record else (0, 0)
+    wanted, batch = num_steps(cfg, done, position), cfg.train.global_batch
+    more, left = divmod(max(0, data.end - position), batch)
+    there = done + more
     if not wanted or there < wanted:
         if there == 0:
             raise ConfigError(
                 f"data.max_epochs = {cfg.data.max_epochs:g}: leaves {data.end} rows, fewer than "
                 f"train.global_batch = {batch}"
             )
-        left = f", {data.end % batch} rows left over" if data.end % batch else ""
-        say(f"the data ends after {there} steps (data.max_epochs){left}")
+        over = f", {left} rows left over" if left else ""
+        say(f"the data ends after {there} steps (data.max_epochs){over}")
     return min(wanted or there, there)
 
 
@@ -262,29 +276,6 @@ def complete(cfg: Config, data: Data) -> Config:
             f"{data.vocab_size} ids; use at least that, or 0 to take it from there"
         )
     return cfg
-
-
-def eval_stores(cfg: Config, search: Path | None = None) -> dict[str, Store]:
-    """Open the sets to evaluate on: eval.store, by default the held-out part of each data store.
-
-    `search` is a run folder in which a store is looked for too, in case the run was moved. A
-    default store without held-out documents is left out.
-    """
-    named = cfg.eval.store
-    if isinstance(named, str):
-        named = {"valid": named} if named else {}
-    default = not named
-    if default:
-        names = [cfg.data.store] if isinstance(cfg.data.store, str) else list(cfg.data.store)
-        named = {"valid" if len(names) == 1 else Path(name).name: name for name in names}
-    opened = {}
-    for name, path in named.items():
-        here = search / Path(path).name if search else None
-        path = here if here and here.is_dir() and not Path(path).is_dir() else path
-        if default and not (Path(path) / "valid").is_dir() and Path(path).is_dir():
-            continue
-        opened[name] = store.open_store(path, "valid")
-    return {name: s for name, s in opened.items() if s.num_docs or not default}
 
 
 def check_tokenizers(data: Data, eval_sets: dict[str, Store]) -> Tokenizer:

@@ -19,7 +19,7 @@ AT_LEAST = {
     "data": {"partition_bytes": 1, "prefetch": 1, "min_bytes": 0, "max_bytes": 0, "max_epochs": 0},
     "model": {
         "num_layers": 1, "embed_dim": 1, "num_heads": 1, "num_kv_heads": 0, "head_dim": 0,
-        "mlp_dim": 0, "vocab_size": 0, "seq_len": 1, "sliding_window": 0, "attn_softcap": 0,
+        "mlp_dim": 0, "vocab_size": 0, "seq_len": 2, "sliding_window": 0, "attn_softcap": 0,
         "logit_softcap": 0, "init_std": 0, "rope_original_len": 0,
     },
     "optim": {"lr": 0, "warmup_steps": 0, "decay_steps": 0, "weight_decay": 0, "clip_norm": 0},
@@ -154,9 +154,13 @@ def _rest(cfg: Config) -> Iterator[str]:
         yield f"run.dir = {cfg.run.dir!r}: a folder name is needed"
 
 
-def num_steps(cfg: Config) -> int:
-    """Return the updates of the run: train.num_steps, or train.num_tokens in whole steps."""
-    if cfg.train.num_steps:
+def num_steps(cfg: Config, done: int = 0, position: int = 0) -> int:
+    """Return the updates of the run: train.num_steps, or train.num_tokens in whole steps.
+
+    The first `done` updates have consumed `position` rows, perhaps in other batches than now.
+    """
+    if cfg.train.num_steps or not cfg.train.num_tokens:
         return cfg.train.num_steps
     tokens_per_step = max(1, cfg.train.global_batch * cfg.model.seq_len)
-    return -(-cfg.train.num_tokens // tokens_per_step)
+    left = cfg.train.num_tokens - position * cfg.model.seq_len
+    return done + max(0, -(-left // tokens_per_step))

@@ -2,7 +2,8 @@
 
     hosts_child.py STORE PROCESS PROCESSES PORT
 
-Prints one JSON object: {"DEVICES,BATCH,POSITION": {global position: digest of the sample}}.
+Prints one JSON object: {"DEVICES,BATCH,POSITION": {global position: digest of the sample}}, and
+under "digests" what training records of the rows of the largest batch, by the same keys.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from jaxgpt.data.pipeline import batches
 from jaxgpt.data.stream import open_data
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
+from jaxgpt.training.audit import rows_digest
 
+DIGEST = jax.jit(rows_digest)
 DEVICES, BATCHES, POSITIONS, STEPS, T = (1, 2, 8), (4, 8, 16), (0, 5, 52), 3, 16
 
 
@@ -27,7 +30,7 @@ def main(store: str, process: int, processes: int, port: int) -> None:
     if processes > 1:
         jax.distributed.initialize(f"localhost:{port}", processes, process)
     data = open_data(DataConfig(store=store, document_mask=True), seq_len=T, seed=3)
-    found = {}
+    found, digests = {}, {}
     for count in DEVICES:
         chosen = [d for p in range(processes) for d in jax.devices() if d.process_index == p]
         per_process = len(chosen) // processes
@@ -40,7 +43,19 @@ def main(store: str, process: int, processes: int, port: int) -> None:
             for position in POSITIONS:
                 key = f"{count},{batch},{position}"
                 found[key] = rows_of(data, mesh, batch, position)
-    print(json.dumps(found))
+                if batch == max(BATCHES):
+                    digests[key] = digest_of(data, mesh, batch, position)
+    print(json.dumps(found | {"digests": digests}))
+
+
+def digest_of(data, mesh, batch: int, position: int) -> int:
+    rows, total = sharding.rows_of_process(mesh, batch // 2), 0
+    with batches(
+        data, position=position, global_batch=batch, accum_steps=2, rows=rows, num_batches=STEPS
+    ) as source:
+        for local in source:
+            total += int(DIGEST(sharding.to_global(mesh, local)))
+    return total % 2**32
 
 
 def rows_of(data, mesh, batch: int, position: int) -> dict[int, str]:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from foreign_models import byte_level
 from runs import WORDS, jaxgpt, make_store, overrides, process_environment
 
 from jaxgpt import cli, config
@@ -244,6 +245,17 @@ def test_a_tokenizer_that_a_store_needs_is_not_replaced_by_another(capsys, root)
     assert "tokenizer.path" in refused(capsys, 64, "tokenizer", "train", *other)[0]
     assert (root / "store/tokenizer.model").read_bytes() == before
     assert not list((root / "store").glob("*.new"))
+
+
+def test_the_folder_of_a_hugging_face_model_stands_for_its_tokenizer(capsys, tmp_path):
+    ids = byte_level(tmp_path / "tokenizer.json").encode("the king").ids
+    assert as_json(capsys, "tokenizer", "encode", str(tmp_path), "the king")["ids"] == ids
+
+
+@pytest.mark.parametrize("word", ["320", "-1", "1.0", "\u00b2", "9" * 5000])
+def test_a_word_that_is_no_id_is_refused(capsys, root, word):
+    (line,) = refused(capsys, 65, "tokenizer", "decode", str(root / "store"), "--", word)
+    assert f"{word!r} is not an id" in line
 
 
 @pytest.mark.parametrize("place", ["file", "command"])

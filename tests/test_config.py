@@ -9,6 +9,7 @@ import pytest
 
 from jaxgpt import config
 from jaxgpt.errors import ConfigError
+from jaxgpt.validation import num_steps
 
 
 def refused(*overrides: str, path: Path | None = None) -> list[str]:
@@ -146,7 +147,7 @@ def test_a_missing_file_or_a_folder_is_refused(tmp_path):
         (["mesh.data=-1", "mesh.fsdp=-1"], ["-1"]),
         (["mesh.context=2"], ["mesh.context"]),
         (["model.dropout=1"], ["model.dropout", "[0, 1)"]),
-        (["model.seq_len=0"], ["model.seq_len", "at least 1"]),
+        (["model.seq_len=0"], ["model.seq_len", "at least 2"]),
         (["model.num_layers=0"], ["model.num_layers", "at least 1"]),
         (["model.embed_dim=0"], ["model.embed_dim", "at least 1"]),
         (["model.num_heads=0"], ["model.num_heads", "at least 1"]),
@@ -158,6 +159,7 @@ def test_a_missing_file_or_a_folder_is_refused(tmp_path):
         (["data.stages={\"9\" = {a = -1.0}}"], ["data.stages['9']['a'] = -1.0", "above 0"]),
         (["data.stages={\"9\" = {}}"], ["data.stages['9'] is empty"]),
         (["data.min_bytes=9", "data.max_bytes=8"], ["data.max_bytes = 8", "data.min_bytes = 9"]),
+        (["model.seq_len=1"], ["model.seq_len = 1", "at least 2"]),
         (["data.max_epochs=-1"], ["data.max_epochs = -1.0"]),
         (["checkpoint.allow_change=[\"everything\"]"], ["data, mixture, tokenizer, seed, optim"]),
     ],
@@ -199,3 +201,25 @@ def test_every_field_has_a_meaning():
 
 def test_the_field_budget_holds():
     assert sum(1 for section in config.SECTIONS for _ in config.fields_of(section)) < 100
+
+
+@pytest.mark.parametrize(
+    "batch, done, position, steps",
+    [
+        (4, 0, 0, 25),  # 40 tokens a step
+        (4, 10, 40, 25),
+        (8, 10, 40, 18),  # 600 tokens are left, 80 a step
+        (3, 10, 40, 30),
+        (8, 25, 100, 25),
+    ],
+)
+def test_a_budget_of_tokens_is_kept_when_the_batch_changes(batch, done, position, steps):
+    words = ["train.num_tokens=1000", "model.seq_len=10", f"train.global_batch={batch}"]
+    cfg = config.load(None, [*words, "optim.warmup_steps=1"])
+    assert num_steps(cfg, done, position) == steps
+
+
+@pytest.mark.parametrize("word", ["<a>,<b>", "[<a>, <b>]", '["<a>", "<b>"'])
+def test_words_meant_as_a_list_are_not_taken_for_one_string(word):
+    (problem,) = refused(f"tokenizer.user_symbols={word}")
+    assert """write 'tokenizer.user_symbols=["<a>", "<b>"]', quotes and all""" in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from verbs import ask, make_two_stores, refused, text_of
 
 from jaxgpt import cli
 from jaxgpt.commands import data as data_commands
+from jaxgpt.corpus import journal
 from jaxgpt.corpus.journal import Share
 from jaxgpt.data.store import open_store
 
@@ -107,6 +109,23 @@ def test_training_a_tokenizer_reports_what_it_saw(capsys, root, tmp_path):
     assert f"{sum(sizes):,} bytes" in text and "bytes per token" in text
 
 
+def test_training_a_tokenizer_counts_what_is_bad_and_names_it(capsys, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(b'{"text": "the king"}\n' * 60 + b"no\n")
+    (folder / "b.txt").write_bytes(b"the hall \xff" + b" of the king" * 20)
+    os.symlink(tmp_path / "gone", folder / "c.txt")
+    model = {"tokenizer__path": str(tmp_path / "t.model"), "tokenizer__vocab_size": 270}
+    args = overrides(tmp_path, "x", data__sources=[str(folder)], data__bad_text="skip", **model)
+    report = ask(capsys, "tokenizer", "train", *args)["report"]
+    assert (report["bad_skipped"], report["bad_replaced"]) == (2, 0)
+    first, second = report["bad_places"]
+    assert f"{folder}/a.jsonl:61: not JSON" in first and f"{folder}/b.txt: byte 9" in second
+    assert [file["path"] for file in report["skipped_files"]] == [f"{folder}/c.txt"]
+    text = text_of(capsys, "tokenizer", "train", *args)
+    assert "2 bad, left out" in text and f"{folder}/c.txt: cannot read it" in text
+
+
 def test_an_imported_tokenizer_stands_alone_and_gives_the_same_ids(capsys, root, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.ByteLevelBPETokenizer()
@@ -119,6 +138,22 @@ def test_an_imported_tokenizer_stands_alone_and_gives_the_same_ids(capsys, root,
     assert result["engine"] == "hf" and result["vocab_size"] == made.get_vocab_size()
     ids = ask(capsys, "tokenizer", "encode", str(out), "the king")["ids"]
     assert ids == made.encode("the king").ids
+
+
+def test_a_tokenizer_is_not_replaced_while_a_store_is_prepared_beside_it(capsys, root, tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    shutil.copy(root / "store/tokenizer.model", store)
+    before = (store / "tokenizer.model").read_bytes()
+    train = overrides(root, "x", data__store=str(store), tokenizer__path="",
+                      tokenizer__vocab_size=300)  # fmt: skip
+    source = str(root / "second/tokenizer.model")
+    with journal.hold(store):
+        for words in (["train", *train], ["import", source, str(store / "tokenizer.model")]):
+            assert f"pid {os.getpid()}" in refused(capsys, 65, "tokenizer", *words)
+    assert (store / "tokenizer.model").read_bytes() == before
+    ask(capsys, "tokenizer", "train", *train)
+    assert (store / "tokenizer.model").read_bytes() != before
 
 
 def test_an_import_does_not_replace_the_tokenizer_of_a_store(capsys, root, tmp_path):

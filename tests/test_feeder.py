@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -195,19 +195,67 @@ def test_no_more_batches_are_read_ahead_than_asked_for():
     assert 1 <= ahead <= 9
 
 
+def test_waiting_costs_no_processor_time():
+    def slow(number: int) -> tuple[np.ndarray]:
+        time.sleep(0.5)
+        return batch_of(number)
+
+    with make(batch_of, num_batches=1000) as full, make(slow) as empty:
+        next(full)
+        next(empty)
+        began = time.process_time()
+        next(empty)  # meanwhile `full` has no room
+        assert time.process_time() - began < 0.2  # of at least 0.4 s
+
+
+def alive() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("batch-")]
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Tell whether something is true within 5 s."""
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_nothing_is_left_of_a_closed_stream(taken):
-    def alive() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name.startswith("batch-")]
-
     with make(batch_of) as stream:
         for _ in range(taken):
             next(stream)
         assert alive()
-    deadline = time.monotonic() + 5
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert alive() == []
+    assert soon(lambda: alive() == [])
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryError])
+def test_nothing_is_left_of_a_stream_that_failed_and_was_not_closed(error):
+    def read(number: int) -> tuple[np.ndarray]:
+        if number == 2:
+            raise error("on fire")
+        return batch_of(number)
+
+    stream = make(read)
+    with pytest.raises(error):
+        list(stream)
+    assert soon(lambda: alive() == [])
+    stream.close()
+    with pytest.raises(error):  # closing does not hide why it ended
+        next(stream)
+
+
+def test_tensorflow_is_kept_from_accelerators(monkeypatch):
+    from jaxgpt.data.feeder import import_tensorflow
+
+    tf = import_tensorflow()
+    hidden = []
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [f"a {kind}"])
+    monkeypatch.setattr(
+        tf.config, "set_visible_devices", lambda devices, kind: hidden.append((kind, devices))
+    )
+    import_tensorflow()
+    assert dict(hidden) == {"GPU": [], "TPU": []}
 
 
 def test_tensorflow_sees_no_accelerator():

@@ -9,6 +9,8 @@ import io
 import lzma
 import os
 import random
+import subprocess
+import sys
 import tracemalloc
 
 import fsspec
@@ -16,7 +18,7 @@ import pyarrow
 import pytest
 import zstandard
 
-from jaxgpt.corpus import files, packed
+from jaxgpt.corpus import compression, files
 from jaxgpt.corpus.files import UnreadableFile
 from jaxgpt.errors import DataError, show_path
 
@@ -64,6 +66,28 @@ def test_names_that_are_no_utf8_are_found_and_read(tmp_path):
         ((name, status),) = files.listing(str(source))
         assert os.fsencode(name) == path and status.size == 4
         assert content(name) == b"text"
+
+
+LISTED = """
+import os, sys
+from jaxgpt.corpus import files
+for path in files.expand(sys.argv[1]):
+    print(os.fsencode(path).hex())
+"""
+
+
+@pytest.mark.parametrize("source", ["", "/*"])
+@pytest.mark.parametrize("utf8", ["0", "1"])
+def test_the_order_is_that_of_bytes_whatever_the_locale(tmp_path, source, utf8):
+    # As text, the character beyond the first plane comes after the byte that is no UTF-8.
+    names = ["\U0001f680".encode(), b"\xff", "\u00e9".encode(), b"f", b"Z", b"a b", b"a\nb", b"a"]
+    for name in names:
+        write(tmp_path / os.fsdecode(name))
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": utf8, "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", LISTED, f"{tmp_path}{source}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    listed = [bytes.fromhex(line) for line in done.stdout.split()]
+    assert listed == sorted(os.path.join(os.fsencode(tmp_path), name) for name in names)
 
 
 def test_a_pattern_is_its_files_in_byte_order_hidden_ones_included(tmp_path):
@@ -287,7 +311,7 @@ def test_a_decompression_bomb_does_not_fill_the_memory(tmp_path, suffix):
 
 
 def test_an_archive_that_demands_a_huge_dictionary_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "MAX_DICTIONARY", 1 << 20)  # and xz -6 wants 8 MiB
+    monkeypatch.setattr(compression, "MAX_DICTIONARY", 1 << 20)  # and xz -6 wants 8 MiB
     with pytest.raises(DataError, match="Memory usage limit exceeded"):
         content(write(tmp_path / "a.xz", lzma.compress(b"text", preset=6)))
 

@@ -118,15 +118,22 @@ def test_wide_encodings_are_refused_with_the_way_to_convert(tmp_path, encoding):
 
 
 WIDE = "ordinary text".encode("utf-16-le") * 9
+PNG = (  # of one pixel
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0:~\x9bU"
+    b"\0\0\0\nIDATx\x9cc`\0\0\0\2\0\1H\xaf\xa4q\0\0\0\0IEND\xaeB`\x82"
+)
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (WIDE, "117 control characters in the first 234 bytes"),
-        (bytes(range(256)) * 20, r"\d+ control characters"),
+        (WIDE, r"117 control characters in the first 234 bytes \(UTF-16 without its mark\?\)"),
+        ("text".encode("utf-16-be") * 9, r"36 .* 72 bytes \(UTF-16 without its mark\?\)"),
+        (bytes(range(256)) * 20, r"\d+ control characters in the first 5120 bytes \(data"),
         (gzip.compress(b"a"), "it begins like gzip data"),
         (zst(b"a"), "it begins like zstd data"),
+        (PNG, "it begins like PNG data"),
+        (bytes(200) + PNG, r"\d+ control characters in the first \d+ bytes \(data"),
     ],
 )
 def test_binary_data_is_refused_even_when_text_would_be_mended(tmp_path, data, reason):
@@ -328,6 +335,23 @@ def test_records_in_a_wide_encoding_are_refused_or_a_skipped_file(tmp_path, enco
     assert records(path, bad=bad) == []
     (skipped,) = bad.skipped_files
     assert skipped["path"] == path and f"{encoding.upper()} text" in skipped["reason"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("koi8-r", "\u0432\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b"),
+        ("gb18030", "\u4e2d\u6587\u3002"),
+        ("latin-1", "\u00e0 la caf\u00e9"),
+    ],
+)
+def test_a_record_in_an_encoding_that_mending_would_destroy_is_refused(tmp_path, encoding, text):
+    data = lines("a") + lines(text * 20).decode().encode(encoding) + lines("b")
+    path = write(tmp_path / "a.jsonl", data)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: text in another encoding: .* with iconv"):
+        records(path, "replace")
+    bad = BadRecords("skip")
+    assert records(path, bad=bad) == ["a", "b"] and bad.skipped == 1
 
 
 # Huge records

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from foreign_models import sentencepiece_file
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.errors import ConfigError, DataError, NumericsError
@@ -47,10 +48,10 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") + 3 if letter != " " else V - 1 for letter in text]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, continues: bool = False) -> str:
         return "".join(chr(token + ord("a") - 3) for token in ids)
 
-    def stream_decoder(self) -> LettersStream:
+    def stream_decoder(self, *, continues: bool = False) -> LettersStream:
         return LettersStream()
 
 
@@ -212,6 +213,20 @@ def test_streaming_keeps_spaces_and_never_shows_half_a_character(subwords):
     assert row.ids == tuple(script)
     assert row.text == "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("the", " king went"), ("", "the king went")])
+def test_a_space_that_sentencepiece_puts_before_texts_is_no_space_of_a_continuation(
+    tmp_path, prompt, text
+):
+    tok = tokenizer.load(sentencepiece_file(tmp_path / "sp.model", add_dummy_prefix=True))
+    script, pieces = tok.encode("the king went"), []
+    (row,) = generate(
+        *scripted_model(script, tok.vocab_size), tok, [prompt], GREEDY,
+        max_new_tokens=len(script) - len(tok.encode(prompt)),
+        on_text=lambda _, piece: pieces.append(piece),
+    )  # fmt: skip
+    assert row.text == "".join(pieces) == text
 
 
 def test_streaming_and_text_agree_where_the_length_cuts_a_character(subwords):

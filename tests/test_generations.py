@@ -159,7 +159,8 @@ def test_a_file_that_has_changed_is_named_also_when_others_are_new(cfg):
     prepare(cfg)
     more(cfg)
     more(cfg, "b.jsonl", TEXTS[:41])
-    with pytest.raises(DataError, match=r"something else: \S+in/b\.jsonl has changed; delete"):
+    problem = r"something else: \S+in/b\.jsonl has changed \(size or time\); delete"
+    with pytest.raises(DataError, match=problem):
         prepare(cfg)
 
 
@@ -247,6 +248,27 @@ def test_an_unreadable_file_is_refused_after_all_others_are_done(cfg, unreadable
     assert sorted(stored_documents(cfg, "train") + stored_documents(cfg, "valid")) == sorted(
         TEXTS[:60]
     )
+
+
+def test_a_file_that_becomes_readable_is_added_and_no_longer_listed_as_skipped(cfg):
+    late = Path(cfg.data.sources[0], "late.txt")
+    for path in (late, late.with_name("never.txt")):
+        os.symlink(path.with_name("gone"), path)
+    cfg = change(cfg, bad_text="skip")
+    assert len(prepare(cfg)["skipped_files"]) == 2
+    late.unlink()
+    late.write_text("late")
+    report = prepare(cfg)
+    assert (report["generation"], report["documents"]) == (2, 41)
+    assert [entry["path"] for entry in report["skipped_files"]] == [f"{late.parent}/never.txt"]
+
+
+def test_a_file_that_is_skipped_in_several_partitions_is_listed_once(cfg, unreadable):
+    report = prepare(change(cfg, bad_text="skip", partition_bytes=500), workers=1)
+    (path,) = unreadable
+    lines = Path(cfg.data.store, "inputs-000001.jsonl").read_text().splitlines()
+    assert sum(path in line for line in lines) > 1
+    assert [entry["path"] for entry in report["skipped_files"]] == [path]
 
 
 def test_an_unreadable_file_that_is_skipped_is_in_report_and_manifest(cfg, unreadable):

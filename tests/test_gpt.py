@@ -255,6 +255,23 @@ def test_padding_changes_neither_loss_nor_gradients_bit_for_bit(impl):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.parametrize("impl", ["blocks", "dot_product", "reference"])
+def test_a_row_of_nothing_but_padding_adds_nothing_to_loss_or_gradients(impl):
+    def of(rows: list[int], segments: np.ndarray) -> tuple[jax.Array, Params]:
+        return grads_of(
+            LLAMA, random_params(LLAMA), TOKENS[rows], (TOKENS[rows] + 1) % 64,
+            segment_ids=segments, weights=(segments > 0) * 1.0, impl=impl,
+        )  # fmt: skip
+
+    row = np.asarray([1] * 7 + [2] * 9)
+    (loss, grads), (right, right_grads) = (
+        of([0, 1], np.stack([0 * row, row])),
+        of([1, 1], np.stack([row, row])),  # the mean of two equal rows is that of one
+    )
+    assert float(loss) == pytest.approx(float(right), rel=1e-6)
+    assert_near(grads, right_grads, 2e-6)
+
+
 @pytest.mark.parametrize("impl", ["dot_product", "reference"])
 def test_every_attention_gives_the_same_loss_and_gradients(impl):
     (loss, grads), (loss_blocks, grads_blocks) = (padded_gradients(i, 7) for i in (impl, "blocks"))

@@ -15,6 +15,7 @@ import pytest
 from hosts_child import BATCHES, DEVICES, POSITIONS, STEPS, T
 from runs import process_environment
 from stores import random_documents, write_store
+from test_audit import by_hand
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.pipeline import sample_rows
@@ -47,25 +48,89 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_batches_are_the_same_on_any_number_of_hosts_and_devices(store, samples, processes):
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def held(request, store) -> list[dict]:
+    """What each of some processes that read together has printed."""
     child, port = str(Path(__file__).with_name("hosts_child.py")), free_port()
     running = [
         subprocess.Popen(
-            [sys.executable, child, str(store), str(process), str(processes), str(port)],
+            [sys.executable, child, str(store), str(process), str(request.param), str(port)],
             env=process_environment(devices=8),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for process in range(processes)
+        for process in range(request.param)
     ]
     outputs = [child.communicate(timeout=240) for child in running]
-    assert [child.returncode for child in running] == [0] * processes, outputs
-    held = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    assert [child.returncode for child in running] == [0] * request.param, outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def test_batches_are_the_same_on_any_number_of_hosts_and_devices(held, samples):
     for devices, batch, position in itertools.product(DEVICES, BATCHES, POSITIONS):
         parts = [each[f"{devices},{batch},{position}"] for each in held]
         together = {int(at): digest for part in parts for at, digest in part.items()}
         positions = range(position, position + STEPS * batch)
         assert together == {at: samples[at] for at in positions}
         assert sum(map(len, parts)) >= len(positions)
+
+
+def test_the_recorded_digest_of_the_rows_is_the_same_on_any_number_of_hosts(held, store):
+    data = open_data(DataConfig(store=str(store), document_mask=True), seq_len=T, seed=3)
+    for devices, position in itertools.product(DEVICES, POSITIONS):
+        positions = np.arange(position, position + STEPS * max(BATCHES))
+        right = by_hand(sample_rows(data, positions))
+        assert {each["digests"][f"{devices},{max(BATCHES)},{position}"] for each in held} == {right}
+
+
+DISAGREE = """
+import json, sys
+import jax
+from jaxgpt.errors import DisagreementError
+from jaxgpt.parallel.agreement import check_agreement
+
+process, port = int(sys.argv[1]), sys.argv[2]
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+check_agreement({"data.store": ["a" * 64, "b" * 64], "eval.store": []})
+said = []
+for facts in (
+    {"data.store": ["a" * 64, "bc"[process] * 64], "train.num_steps": ["5"]},
+    {"data.store": ["a" * 64, "b" * 64][: 1 + process]},
+    {"data.store": ["a" * 64], "train.num_steps": [str(5 + process)]},
+    {"data.store": ["a" * 64]} if process == 0 else {"data.store": ["a" * 64], "eval.store": ["d"]},
+):
+    try:
+        check_agreement(facts)
+        said.append(None)
+    except DisagreementError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def test_hosts_that_differ_all_stop_with_the_digests_of_both():
+    port = free_port()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", DISAGREE, str(process), str(port)],
+            env=process_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    outputs = [child.communicate(timeout=120) for child in running]
+    assert [child.returncode for child in running] == [0, 0], outputs
+    one, other = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    a, b, c = (letter * 12 for letter in "abc")
+    assert one == other
+    facts = [line.partition(";")[0] for line in one]
+    assert facts == [
+        f"data.store: process 1 has {a}, {c}, process 0 has {a}, {b}",
+        f"data.store: process 1 has {a}, {b}, process 0 has {a}",
+        "train.num_steps: process 1 has 6, process 0 has 5",
+        "eval.store: process 1 has d, process 0 has none",
+    ]
+    assert all("\n" not in line for line in one)

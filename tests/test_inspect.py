@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import make_models
+from foreign_models import sentencepiece_file
 from stores import E, encoded, random_documents, write_store
 
 from jaxgpt.config import DataConfig
@@ -191,6 +192,22 @@ def test_text_of_parts_is_that_of_the_documents_without_end_of_text(tmp_path):
         assert [written[i].decode() for i in range(2)] == texts
 
 
+def test_text_of_parts_keeps_the_spaces_where_an_engine_puts_one_before_texts(tmp_path):
+    tok = tokenizer.load(sentencepiece_file(tmp_path / "sp.model", add_dummy_prefix=True))
+    text = "the king found the hall, the king found the house"
+    common = {"tokenizer_digest": tok.digest, "vocab_size": tok.vocab_size, "eos_id": tok.eos_id}
+    (tmp_path / "store/train").mkdir(parents=True)
+    entry = write_shard(tmp_path / "store/train/0.shard", [encoded(tok.encode(text))], **common)
+    write_manifest(tmp_path / "store/train", [entry], policies={}, report={}, **common)
+    for seq_len in (1, 3):  # 1: E is a row by itself
+        cfg = DataConfig(store=str(tmp_path / "store"), order="sequential")
+        data = open_data(cfg, seq_len=seq_len, seed=0)
+        shown = ""
+        for sample in inspect.samples(data, np.arange(data.num_rows[0])):
+            shown += "".join(inspect.part_text(tok, sample.store, p) for p in sample.parts)
+        assert text.startswith(shown) and len(shown) > 20  # a last row that is not full is no row
+
+
 @dataclass(frozen=True)
 class Wanted:
     words: str
@@ -224,7 +241,7 @@ def test_a_document_is_named_by_number_origin_or_a_unique_end_of_it(root, wanted
         ("nowhere.txt", "", "no document"),
         ("\x1b[2Jx", "", "\\x1b[2Jx"),
         ("a.jsonl:0", "", "0 from corpus/a.jsonl:0:0"),
-        ("corpus/", "", "15 fit"),
+        ("corpus/", "", "15 documents fit"),
         ("0", "c", "c: 0 of the stores fit"),
     ],
 )
@@ -238,7 +255,7 @@ def test_what_names_no_document_or_several_is_refused_with_candidates(root, word
 def test_an_origin_in_two_stores_is_told_apart_by_the_store(root, tmp_path):
     write_store(tmp_path / "c/train", [random_documents([9, 20], 7)], origin="corpus/a.jsonl")
     data = opened(root, store={str(root / "a"): 1.0, str(tmp_path / "c"): 1.0})
-    with pytest.raises(DataError, match="2 fit"):
+    with pytest.raises(DataError, match="2 documents fit"):
         inspect.find_document(data, "corpus/a.jsonl:0:0")
     source, document = inspect.find_document(data, "corpus/a.jsonl:0:0", str(tmp_path / "c"))
     assert (data.names[source], document) == (str(tmp_path / "c"), 0)

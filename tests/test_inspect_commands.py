@@ -212,3 +212,9 @@ def test_steps_after_a_change_of_batch_are_counted_from_the_checkpoint(capsys, r
 def test_a_folder_that_is_no_run_is_refused(capsys, root, tmp_path):
     line = refused(capsys, 64, "data", "show", str(tmp_path), "--step", "1")
     assert "config.toml" in line and str(tmp_path) in line
+
+
+def test_a_token_store_in_place_of_a_run_is_told_how_to_look_into_it(capsys, root):
+    store = str(root / "store")
+    line = refused(capsys, 64, "data", "find", store, "--doc", "3")
+    assert f"data.store={store}" in line

@@ -206,6 +206,15 @@ def test_a_folder_without_a_share_is_refused(cfg, tmp_path):
         merge(tmp_path / "merged", [*folders, tmp_path / "nowhere"])
 
 
+@pytest.mark.parametrize("folders", [(), ("texts",), ("nowhere",)])
+def test_a_refused_merge_leaves_a_mistyped_folder_as_it_was(tmp_path, folders):
+    (tmp_path / "texts").mkdir()
+    for destination in ("texts", "new"):
+        with pytest.raises(DataError, match="no share of a store|no such folder"):
+            merge(tmp_path / destination, [tmp_path / name for name in folders])
+    assert list(tmp_path.rglob("*")) == [tmp_path / "texts"]  # a lock would be read as a text
+
+
 def test_what_a_killed_clearing_left_in_the_destination_is_not_used(cfg, tmp_path):
     folders = shares_of(cfg, tmp_path)
     other = change(at(cfg, tmp_path, "merged"), valid_share=0.5)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,12 +19,12 @@ import pytest
 from stores import random_documents, stream_of, write_store
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import order
+from jaxgpt.data import blocks, order
 from jaxgpt.data.packing import Batch
 from jaxgpt.data.pipeline import batches, eval_batches, sample_rows
-from jaxgpt.data.store import open_store
+from jaxgpt.data.store import Store, open_store
 from jaxgpt.data.stream import Data, epochs, locate, open_data
-from jaxgpt.errors import ConfigError, DataError
+from jaxgpt.errors import ConfigError, DataError, StorageError
 
 T = 16
 SHARDS = [random_documents([7, 30, 1, 55, 12, 40], seed) for seed in range(3)]
@@ -43,6 +46,10 @@ def opened(root: Path, **changes) -> Data:
 
 def stacked(parts: list[Batch], axis: int = 0) -> Batch:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis), *parts)
+
+
+def rows_of(batch: Batch, start: int, stop: int) -> Batch:
+    return jax.tree.map(lambda leaf: leaf[start:stop], batch)
 
 
 def assert_equal(a: Batch, b: Batch) -> None:
@@ -90,6 +97,25 @@ def test_starting_at_any_position_goes_on_with_the_same_stream(root, position, p
     data = opened(root)
     got = stream(data, position, 12, global_batch=4, prefetch=prefetch)
     assert_equal(got, sample_rows(data, np.arange(position, position + 12)))
+
+
+def test_every_position_of_two_epochs_starts_the_same_stream(root):
+    data = opened(root, document_mask=True)
+    (rows,) = data.num_rows
+    whole = sample_rows(data, np.arange(2 * rows + 7))
+    for position in range(2 * rows + 1):  # inside, at and across the ends of epochs
+        with batches(data, position=position, global_batch=6, num_batches=1) as source:
+            got = jax.tree.map(lambda leaf: leaf[0], next(source))
+        assert_equal(got, rows_of(whole, position, position + 6))
+
+
+def test_hosts_with_unequal_shares_read_the_same_batch(root):
+    data = opened(root, document_mask=True)
+    parts = [
+        stream(data, 5, 8, global_batch=8, rows=rows)
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 8))
+    ]
+    assert_equal(stacked(parts), sample_rows(data, np.arange(5, 13)))
 
 
 def test_the_batch_after_a_resume_is_the_next_unseen_one(root):
@@ -301,8 +327,11 @@ def test_damage_found_while_reading_is_raised_with_type_shard_block_and_position
     assert f"(batch at position {8 + 2 * good})" in message
 
 
-def test_a_shard_that_cannot_be_read_for_now_is_named_while_it_is_waited_for(root, monkeypatch):
-    data = opened(root)
+@pytest.mark.parametrize("packing, opened_before", [("concat", 1), ("concat", 0), ("best_fit", 0)])
+def test_a_file_that_cannot_be_read_for_now_is_named_while_it_is_waited_for(
+    root, monkeypatch, packing, opened_before
+):
+    data = opened(root, packing=packing)
     reached, go_on = threading.Event(), threading.Event()
     preadv = os.preadv
 
@@ -311,15 +340,93 @@ def test_a_shard_that_cannot_be_read_for_now_is_named_while_it_is_waited_for(roo
         go_on.wait()
         return preadv(*args)
 
-    sample_rows(data, np.arange(4))  # all shards are open
+    sample_rows(data, np.arange(4 * opened_before))  # all shards are open
     monkeypatch.setattr(os, "preadv", stuck)
     with batches(data, position=0, global_batch=1, num_batches=1) as source:
         reached.wait()
-        words = data.reading()
+        words = blocks.reading()
         go_on.set()
         next(source)
-    assert words.startswith(f"reading {root}/store/train/0000") and words.endswith(".shard")
-    assert data.reading() == "reading no shard"
+    name = "0000" if packing == "concat" else "packing-"
+    assert words.startswith(f"reading {root}/store/train/{name}")
+    assert blocks.reading() == "reading no file"
+
+
+def test_a_read_that_never_ends_is_given_up_in_time_with_the_shard_named(root):
+    code = f"""
+import os, time
+from jaxgpt import runtime
+from jaxgpt.config import DataConfig
+from jaxgpt.data import blocks
+from jaxgpt.data.pipeline import batches
+from jaxgpt.data.stream import open_data
+data = open_data(DataConfig(store={str(root / "store")!r}), seq_len={T}, seed=0)
+os.preadv = lambda *_: time.sleep(600)
+with runtime.Watchdog(tick=0.05) as dog, batches(data, position=0, global_batch=2) as source:
+    with dog.phase("data", 0.5, blocks.reading):
+        next(source)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 76, done.stderr
+    assert f"phase data (reading {root}/store/train/0000" in last and "limit 0.5 s" in last
+
+
+def test_a_disk_that_fails_in_the_middle_ends_the_stream_with_shard_and_position(root, monkeypatch):
+    monkeypatch.setattr(blocks, "RETRY_AFTER", (0, 0, 0))
+    data = opened(root)
+    right = sample_rows(data, np.arange(60))  # all blocks are checked: what follows are rows
+    preadv, reads = os.preadv, itertools.count()
+
+    def failing(*args):
+        if next(reads) >= 21:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    got = []
+    with batches(data, position=4, global_batch=2) as source:
+        with pytest.raises(StorageError) as caught:
+            got.extend(source)
+        with pytest.raises(StorageError):  # no batch of zeros, and none after a gap
+            next(source)
+    assert 0 < len(got) <= 10
+    stop = 4 + 2 * len(got)
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, T), stacked(got))
+    assert_equal(rows, rows_of(right, 4, stop))
+    assert f"{root}/store/train/0000" in str(caught.value)
+    assert f"(batch at position {stop})" in str(caught.value)
+
+
+def test_two_thousand_shards_are_read_with_256_file_descriptors(tmp_path):
+    shards = random_documents([1 + n % 9 for n in range(2000)], 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)  # 4,000 of them take seconds
+        write_store(tmp_path / "train", [[document] for document in shards])
+    code = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from jaxgpt.config import DataConfig
+from jaxgpt.data.pipeline import batches
+from jaxgpt.data.stream import open_data
+data = open_data(DataConfig(store={str(tmp_path)!r}), seq_len={T}, seed=0)
+with batches(data, position=0, global_batch=data.num_rows[0], num_batches=1) as source:
+    print(int(next(source).targets.astype("int64").sum()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == sum(stream_of([shards])[1:])
+
+
+def test_without_the_document_mask_no_boundary_is_looked_up(root, monkeypatch):
+    def never(*_):
+        raise AssertionError("looked for documents")
+
+    monkeypatch.setattr(Store, "opens", never)
+    batch = stream(opened(root), 0, 8, global_batch=4)
+    assert batch.segment_ids is None and batch.positions is None
+    with pytest.raises(AssertionError, match="looked for documents"):
+        stream(opened(root, document_mask=True), 0, 8, global_batch=4)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 100])

@@ -118,6 +118,15 @@ def test_special_symbols_in_texts_add_no_end_of_text(tmp_path, models):
     assert documents(cfg, "train") == texts
 
 
+def test_partitions_without_documents_among_others_leave_no_rows(tmp_path, models):
+    for i, texts in enumerate((TEXTS[:40], [""] * 1000, TEXTS[40:80])):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts)  # 1: 13 kB, in partitions of 2 kB
+    cfg = configure(tmp_path, models, [tmp_path / "*.jsonl"], valid_share=0.0)
+    report = prepare(cfg)
+    assert report["empty"] == 1000 and documents(cfg, "train") == TEXTS[:80]
+    assert all(shard["num_docs"] for shard in open_store(cfg.data.store).manifest["shards"])
+
+
 def test_empty_documents_are_counted_and_whitespace_is_kept(tmp_path, models):
     write_jsonl(tmp_path / "a.jsonl", ["", " ", "a", ""])
     cfg = configure(tmp_path, models, [tmp_path / "a.jsonl"], valid_share=0.0)
@@ -270,6 +279,32 @@ def test_sources_without_text_are_refused(tmp_path, models, texts):
     write_jsonl(tmp_path / "a.jsonl", texts)
     with pytest.raises(DataError, match="not one document with text"):
         prepare(configure(tmp_path, models, [tmp_path / "a.jsonl"]))
+
+
+def test_sources_of_bad_records_alone_are_refused_with_the_first(tmp_path, models):
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "a"}\n' * 7)
+    cfg = configure(tmp_path, models, [tmp_path / "a.jsonl"], bad_text="skip")
+    with pytest.raises(DataError, match=r"; 7 bad records .* first: .*a\.jsonl:1: no field 'text'"):
+        prepare(cfg)
+
+
+@pytest.mark.parametrize("bad", [10, 11])
+def test_at_most_half_of_the_records_of_a_source_may_be_bad_however_it_is_cut(
+    tmp_path, models, bad
+):
+    write_jsonl(tmp_path / "good.jsonl", TEXTS)
+    (tmp_path / "in").mkdir()
+    for i in range(8):  # partitions of 20 records each, too few to be judged alone
+        data = b'{"body": "x"}\n' * bad + b'{"text": "y"}\n' * (20 - bad)
+        (tmp_path / "in" / f"{i}.jsonl").write_bytes(data)
+    entries = [tmp_path / "good.jsonl", tmp_path / "in"]
+    cfg = configure(tmp_path, models, entries, bad_text="skip", partition_bytes=250)
+    if bad == 10:
+        assert prepare(cfg)["bad_skipped"] == 80
+        return
+    with pytest.raises(DataError, match=r"in: 88 of 160 records are bad, .*0\.jsonl:1: no field"):
+        prepare(cfg)
+    assert not Path(cfg.data.store, "prepared.json").exists()
 
 
 def test_a_store_without_training_documents_is_refused(tmp_path, models):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpora import TEXTS, change, make_corpus, make_models, write_jsonl
+from corpora import TEXTS, change, make_corpus, make_models, tree, write_jsonl
 
 from jaxgpt.config import TokenizerConfig
 from jaxgpt.corpus import prepare as prepare_module
@@ -101,7 +101,8 @@ def test_a_killed_run_with_workers_goes_on_to_the_same_store(cfg, tmp_path, halt
     seen = []
     report = prepare(cfg, lambda *state: seen.append(state), workers=1)
     assert finished >= 2 and seen[0][0] > seen[0][1] // 2  # what was done was not done again
-    assert report == prepare(change(cfg, store=str(tmp_path / "whole")))
+    assert report == prepare(change(cfg, store=str(tmp_path / "whole")), workers=1)
+    assert tree(cfg.data.store) == tree(tmp_path / "whole")
 
 
 def test_a_second_prepare_of_the_same_folder_is_refused_with_the_holder(cfg, halted):
@@ -120,6 +121,28 @@ def test_workers_end_when_their_parent_is_killed(cfg, halted):
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_sigterm_to_all_of_its_processes_ends_prepare_with_75_and_keeps_its_work(
+    tmp_path, models, workers
+):
+    text = " ".join(TEXTS)
+    write_jsonl(tmp_path / "a.jsonl", [f"{number} {text}" for number in range(200)])
+    store = tmp_path / "store"
+    words = [
+        f'data.sources=["{tmp_path / "a.jsonl"}"]', f"data.store={store}",
+        f"tokenizer.path={models / 'a.model'}", "data.partition_bytes=500000",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "jaxgpt.cli", "prepare", *words, "--workers", workers]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not (done := list(store.glob(".prepare/[0-9]*.json"))) and process.poll() is None:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGTERM)
+    problem = process.communicate()[1]
+    assert process.returncode == 75
+    assert problem == "jaxgpt: SIGTERM: prepare goes on from here when it is started again\n"
+    assert all(path.exists() for path in done)
 
 
 def test_the_lock_of_a_dead_process_is_taken_over(cfg):
@@ -161,7 +184,9 @@ def test_a_store_of_other_settings_is_refused_by_name(cfg, options, named):
 def test_a_store_of_other_input_is_refused(cfg, tmp_path):
     prepare(cfg)
     write_jsonl(tmp_path / "records.jsonl", TEXTS[:200])
-    with pytest.raises(DataError, match=r"something else: \S+records\.jsonl has changed; delete"):
+    with pytest.raises(
+        DataError, match=r"something else: \S+records\.jsonl has changed \(size or time\); delete"
+    ):
         prepare(cfg)
 
 

@@ -363,7 +363,7 @@ with Watchdog(tick=0.05) as dog, dog.phase("data", 0.1): time.sleep(60)
 
 
 def test_every_phase_of_a_run_has_a_limit():
-    assert set(Watchdog().limits) == {"compile", "data", "step", "save", "eval"}
+    assert set(Watchdog().limits) == {"open", "compile", "data", "step", "save", "eval"}
 
 
 def test_leaving_runs_exit_handlers_flushes_and_keeps_the_code():

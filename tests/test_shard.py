@@ -170,6 +170,54 @@ def test_a_missing_shard_is_refused_at_open(tmp_path):
         open_store(tmp_path)
 
 
+def test_a_shard_that_cannot_be_read_is_refused_at_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "RETRY_AFTER", (0, 0, 0))
+    write_store(tmp_path, SHARDS)
+    path = tmp_path / "00002.shard"
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # opens, but its first bytes are an Input/output error
+    with pytest.raises(StorageError, match="00002.shard: Input/output error"):
+        open_store(tmp_path)
+
+
+def test_a_shard_of_another_version_is_refused_with_both(tmp_path, monkeypatch):
+    write_store(tmp_path, SHARDS)
+    other = tmp_path / "other"
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "VERSION", blocks.VERSION + 1)
+        write_store(other, SHARDS)
+    shutil.copy(other / "00003.shard", tmp_path)
+    said = f"00003.shard: file has version {blocks.VERSION + 1}, this program reads"
+    with pytest.raises(DataError, match=f"{said} {blocks.VERSION}"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize("failures, number", [(3, errno.ESTALE), (4, errno.EIO), (1, errno.ENOENT)])
+def test_a_shard_that_cannot_be_opened_for_a_while_is_tried_again(
+    tmp_path, monkeypatch, failures, number
+):
+    write_store(tmp_path, SHARDS)
+    store, stream = open_store(tmp_path), stream_of(SHARDS)
+    waited, left, os_open = [], [failures], os.open
+    monkeypatch.setattr(blocks, "RETRY_AFTER", (0.001, 0.002, 0.003))
+    monkeypatch.setattr(blocks.time, "sleep", waited.append)
+
+    def away(path, *args):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(number, os.strerror(number))
+        return os_open(path, *args)
+
+    monkeypatch.setattr(os, "open", away)
+    if failures == 3:
+        assert store.read(0, 3).tolist() == stream[:3]
+        assert waited == [0.001, 0.002, 0.003]  # longer each time
+    else:
+        with pytest.raises(StorageError, match=f"00000.shard: {os.strerror(number)}"):
+            store.read(0, 3)
+        assert len(waited) == failures - 1  # what is not there will not come back
+
+
 def test_a_shard_truncated_while_open_is_an_error_and_not_a_crash(tmp_path):
     three_blocks(tmp_path)
     store = open_store(tmp_path)

@@ -172,6 +172,47 @@ def test_a_file_that_changes_before_it_has_been_read_is_refused(tmp_path, name):
         list(reading)
 
 
+@pytest.mark.parametrize("name", [*(kind for kind in KINDS if kind != "small"), "small/000.txt"])
+def test_a_file_that_goes_when_some_of_it_is_used_is_refused_also_where_bad_ones_are_skipped(
+    tmp_path, name
+):
+    corpus(tmp_path, 20)
+    cfg = config(tmp_path / name)
+    reading = sources.documents(cfg, sources.partitions(cfg)[0], bad := formats.BadRecords("skip"))
+    next(reading)
+    (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=rf"{name}: .* could be read before; prepare again"):
+        list(reading)
+    assert bad.skipped_files == []
+
+
+def test_a_file_that_goes_between_two_of_its_partitions_is_refused(tmp_path):
+    corpus(tmp_path)
+    cfg = config(tmp_path / "plain.jsonl", partition_bytes=1000, bad_text="skip")
+    first, second, *_ = sources.partitions(cfg)
+    assert pieces(cfg, [first])
+    (tmp_path / "plain.jsonl").unlink()
+    with pytest.raises(DataError, match=r"plain\.jsonl: .* prepare again"):
+        pieces(cfg, [second])
+
+
+def test_a_file_that_fails_midway_because_it_was_replaced_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"y" * (9 << 20))
+    cfg = config(tmp_path / "a.txt", bad_text="skip")
+    parts = sources.partitions(cfg)
+    read = files.RawFile.read
+
+    def stale(self, size=-1):
+        if self.tell() > 6 << 20:
+            os.utime(tmp_path / "a.txt", ns=(1, 1))
+            raise files._unreadable("a.txt", OSError(errno.ESTALE, "Stale file handle"))
+        return read(self, size)
+
+    monkeypatch.setattr(files.RawFile, "read", stale)
+    with pytest.raises(DataError, match=r"a\.txt: changed while it was read; prepare again"):
+        pieces(cfg, parts)
+
+
 def test_a_file_that_vanishes_is_refused(folder):
     cfg = config(folder / "a.txt")
     parts = sources.partitions(cfg)
@@ -180,7 +221,7 @@ def test_a_file_that_vanishes_is_refused(folder):
         pieces(cfg, parts)
 
 
-def test_all_unreadable_files_are_listed_at_once_up_to_twenty(tmp_path):
+def test_all_unreadable_files_are_listed_at_once(tmp_path):
     for i in range(23):
         os.symlink(tmp_path / "gone", tmp_path / f"{i:02}.txt")
     (tmp_path / "fine.txt").write_text("x")
@@ -189,8 +230,38 @@ def test_all_unreadable_files_are_listed_at_once_up_to_twenty(tmp_path):
         sources.partitions(config(tmp_path))
     lines = str(refused.value).split("\n")
     reason = "cannot read it: No such file or directory"
-    assert lines[:20] == [f"{tmp_path}/{i:02}.txt: {reason}" for i in range(20)]
-    assert lines[20:] == ['and 4 more (data.bad_text = "skip" leaves such files out)']
+    names = [*(f"{i:02}.txt" for i in range(23)), "none.parquet"]
+    hint = ' (data.bad_text = "skip" leaves such files out)'
+    assert "\n".join(lines) == "\n".join(f"{tmp_path}/{n}: {reason}" for n in names) + hint
+
+
+def test_every_way_of_being_unreadable_is_listed_or_recorded_with_its_reason(tmp_path, monkeypatch):
+    reasons = {
+        "a.txt": (errno.EACCES, "Permission denied"),
+        "b.jsonl": (errno.EIO, "Input/output error"),
+        "c.parquet": (errno.ESTALE, "Stale file handle"),
+    }
+    for name in (*reasons, "d.txt"):
+        (tmp_path / name).write_text(name)
+    real = os.stat
+
+    def failing(path, **options):
+        if (name := os.path.basename(path)) in reasons:
+            raise OSError(*reasons[name])
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    lines = [f"{tmp_path}/{n}: cannot read it: {reason}" for n, (_, reason) in reasons.items()]
+    with pytest.raises(UnreadableFile) as refused:
+        sources.partitions(config(tmp_path))
+    assert str(refused.value).removesuffix(' (data.bad_text = "skip" leaves such files out)') == (
+        "\n".join(lines)
+    )
+    cfg = config(tmp_path, bad_text="skip")
+    (part,) = sources.partitions(cfg)
+    bad = sources.bad_records(cfg, part)
+    assert [piece.text for piece in pieces(cfg, [part], bad)] == ["d.txt"]
+    assert [entry["reason"] for entry in bad.skipped_files] == lines
 
 
 def test_unreadable_files_are_recorded_and_the_others_read_when_they_may_be_skipped(tmp_path):

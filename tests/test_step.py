@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stores import E, write_store
+from stores import E, random_documents, write_store
 from tiny import TINY, random_params
 
 from jaxgpt.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
@@ -24,6 +25,7 @@ from jaxgpt.model import gpt
 from jaxgpt.model.params import Params, abstract, specs
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import to_global
+from jaxgpt.training.audit import rows_digest
 from jaxgpt.training.optimizer import build
 from jaxgpt.training.state import TrainState, abstract_state, state_shardings
 from jaxgpt.training.step import (
@@ -190,6 +192,15 @@ def test_a_step_that_is_not_finite_or_has_no_loss_token_changes_only_counters(
     assert [int(metrics[k]) for k in ("finite", "skipped", "skipped_in_row")] == [finite, 1, in_row]
 
 
+def test_a_step_that_changes_nothing_has_consumed_its_rows(step_of_one_layer):
+    cfg, step = step_of_one_layer
+    bad = rows(cfg)
+    bad = bad.replace(weights=np.full_like(bad.weights, np.inf))
+    after, metrics = step(initial(cfg), bad)
+    assert int(metrics["finite"]) == 0
+    assert int(after.rows_digest) == int(metrics["rows_digest"]) == int(rows_digest(bad))
+
+
 def test_a_good_step_after_bad_ones_trains_and_resets_the_row(step_of_one_layer):
     cfg, step = step_of_one_layer
     state, bad = initial(cfg), rows(cfg)
@@ -308,6 +319,39 @@ def test_documents_in_a_row_are_passed_on_to_the_model(step_of_one_layer):
     assert abs(evaluate(params, packed)[0] - evaluate(params, batch)[0]) > 1
 
 
+def test_the_number_of_documents_in_a_row_is_not_part_of_the_program(step_of_one_layer):
+    cfg, _ = step_of_one_layer
+    step = jax.jit(functools.partial(train_step, cfg, optimizer(cfg)))
+    state, batch, index = initial(cfg), rows(cfg), np.arange(16)
+    for length in (16, 2, 1):  # one document, 8 of one token and its end, 16
+        segments = np.broadcast_to(index // length + 1, batch.tokens.shape).astype(np.int32)
+        positions = np.broadcast_to(index % length, batch.tokens.shape).astype(np.int32)
+        state, metrics = step(state, batch.replace(segment_ids=segments, positions=positions))
+        assert int(metrics["finite"]) == 1
+    assert step._cache_size() == 1
+
+
+def test_a_document_mask_that_is_off_costs_nothing(tmp_path, step_of_one_layer):
+    cfg, step = step_of_one_layer
+    write_store(tmp_path, [random_documents([9, 3, 20, 40] * 9)])
+    programs = {}
+    for mask in (False, True):
+        data = open_data(DataConfig(store=str(tmp_path), document_mask=mask), seq_len=16, seed=0)
+        with batches(data, position=0, global_batch=8, num_batches=1) as source:
+            batch = next(source)
+        programs[mask] = step.lower(initial(cfg), batch).as_text()
+    whole = batch.tokens, batch.targets, batch.weights
+    assert programs[False] == step.lower(initial(cfg), Batch(*whole)).as_text()  # plain causal
+    operations = {mask: text.count("stablehlo.") for mask, text in programs.items()}
+    inputs = {mask: text.count("%arg") - text.count("= %arg") for mask, text in programs.items()}
+    assert operations[False] < operations[True] and inputs[False] < inputs[True]
+    # Comparing the documents of two tokens is what the mask is.
+    assert [len(re.findall("compare *EQ.*8x16x16xi1", programs[mask])) > 0 for mask in (0, 1)] == [
+        False,
+        True,
+    ]
+
+
 def test_training_on_successors_learns_to_predict_the_next_token_not_the_one_after(
     step_of_one_layer,
 ):
@@ -331,7 +375,7 @@ class Numerals:
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, continues: bool = False) -> str:
         return " ".join(map(str, ids))
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from stores import COMMON, SHARDS, E, random_documents, refusal, stream_of, write_store
 
-from jaxgpt.data.store import open_store, write_atomic, write_manifest
+from jaxgpt.data.store import open_store, write_manifest
+from jaxgpt.durable import write_atomic
 from jaxgpt.errors import DataError, StorageError
 
 
@@ -189,6 +190,20 @@ def test_the_identity_is_the_same_after_writing_again_and_after_moving(tmp_path)
     assert write_store(tmp_path / "a", SHARDS) == digest
     (tmp_path / "a").rename(tmp_path / "moved")
     store = open_store(tmp_path / "moved")
+    assert store.digest == digest
+    assert store.read(0, store.stream_len + 1).tolist() == stream_of(SHARDS)
+
+
+def test_the_order_is_that_of_the_manifest_whatever_the_files_are_called(tmp_path):
+    digest = write_store(tmp_path / "a", SHARDS)
+    manifest = json.loads((tmp_path / "a/manifest.json").read_text())
+    for number, entry in enumerate(manifest["shards"]):
+        name = f"{9 - number}-renamed"  # listed in the opposite order
+        (tmp_path / "a" / entry["name"]).rename(tmp_path / "a" / name)
+        entry["name"] = name
+    resealed(tmp_path / "a/manifest.json", shards=manifest["shards"])
+    (tmp_path / "mount").symlink_to(tmp_path / "a")
+    store = open_store(tmp_path / "mount")
     assert store.digest == digest
     assert store.read(0, store.stream_len + 1).tolist() == stream_of(SHARDS)
 

@@ -182,20 +182,36 @@ def test_with_fewer_epochs_than_were_drawn_the_data_ends_at_once(root):
 def test_a_run_keeps_the_generation_it_began_with(root, tmp_path):
     shutil.copytree(root / "a", tmp_path / "a")
     data = opened(tmp_path, {"a": 1.0})
-    directory = tmp_path / "a/train"
-    first = open_store(directory).manifest["shards"]
-    more = tmp_path / "more"
-    write_store(more, [random_documents([9, 20], 7)])
-    (more / "00000.shard").rename(directory / "00001.shard")
-    entries = [*first, open_store_entries(more)[0] | {"name": "00001.shard"}]
-    write_manifest(directory, entries, policies={}, report={}, generation=2, **COMMON)
+    grow(tmp_path / "a/train", tmp_path / "more")
     said = []
     cfg = DataConfig(store={str(tmp_path / "a"): 1.0})
     again = open_data(cfg, seq_len=T, seed=0, history=saved(data, 20), say=said.append)
     assert again.digest == data.digest and "has been added to" in said[0]
     newer = open_data(cfg, seq_len=T, seed=0, history=saved(data, 20, may_change=True))
-    assert newer.stores[0].num_docs == data.stores[0].num_docs + 2
+    stores = dict(zip(newer.names, newer.sources, strict=True))
+    assert stores[str(tmp_path / "a")].store.num_docs == data.stores[0].num_docs + 2
     assert open_data(cfg, seq_len=T, seed=0).stores[0].num_docs == data.stores[0].num_docs + 2
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_what_was_drawn_from_an_earlier_generation_can_still_be_looked_up(root, tmp_path, packing):
+    shutil.copytree(root / "a", tmp_path / "a")
+    data = opened(tmp_path, {"a": 1.0}, packing=packing)
+    grow(tmp_path / "a/train", tmp_path / "more")
+    history = saved(data, 20, may_change=True)
+    newer = opened(tmp_path, {"a": 1.0}, history, packing=packing, max_epochs=50.0)
+    assert visits(newer, 0, 20) == [("a@1", epoch, row) for _, epoch, row in visits(data, 0, 20)]
+    assert {name for name, _, _ in visits(newer, 20, 40)} == {"a"}
+    assert newer.mixture.end == 20 + 50 * rows_of(newer, "a")  # the new one has not been drawn yet
+
+
+def grow(directory: Path, more: Path) -> None:
+    """Add two documents to a store, as its second generation; `more` is a folder to work in."""
+    first = open_store(directory).manifest["shards"]
+    write_store(more, [random_documents([9, 20], 7)])
+    (more / "00000.shard").rename(directory / "00001.shard")
+    entries = [*first, open_store_entries(more)[0] | {"name": "00001.shard"}]
+    write_manifest(directory, entries, policies={}, report={}, generation=2, **COMMON)
 
 
 def open_store_entries(directory: Path) -> list[dict]:

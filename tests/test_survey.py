@@ -154,6 +154,15 @@ def test_a_folder_without_a_store_is_refused(tmp_path):
             look(tmp_path)
 
 
+@pytest.mark.parametrize("look", [survey.verify, survey.survey])
+def test_a_share_of_a_store_is_said_to_be_unfinished(tmp_path, look):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:40])
+    cfg = configure(tmp_path, make_models(tmp_path), [tmp_path / "a.jsonl"])
+    prepare(cfg, workers=1, partitions=(1, 2))
+    with pytest.raises(DataError, match="not finished.*data merge"):
+        look(tmp_path / "store")
+
+
 def test_counts_of_splits_are_those_of_the_documents(store):
     facts = survey.survey(store)
     for split in ("train", "valid"):

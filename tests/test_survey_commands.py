@@ -71,3 +71,17 @@ def test_verify_exits_with_65_and_names_each_damaged_file(capsys, root, tmp_path
     found = ask(capsys, "data", "verify", str(root / "second"), str(store))
     assert (found["damaged"], found["exit_code"]) == (2, 65)
     assert [len(s["problems"]) for s in found["stores"]] == [0, 2]
+
+
+def test_stats_of_several_stores_are_those_of_each(capsys, root):
+    names = [str(root / "store"), str(root / "second")]
+    facts = ask(capsys, "data", "stats", *names)["stores"]
+    assert facts == {name: ask(capsys, "data", "stats", name) for name in names}
+
+
+def test_stats_say_from_which_row_on_each_stage_holds(capsys, root):
+    first, second = (str(root / name) for name in ("store", "second"))
+    stages = f'data.stages={{"8" = {{"{first}" = 1, "{second}" = 4}}}}'
+    lines = text_of(capsys, "data", "stats", *words(root), stages).splitlines()
+    assert sum(line.startswith("from row 0 on: ") for line in lines) == 1
+    assert f"from row 8 on: 1 {first} + 4 {second}" in lines

@@ -119,3 +119,14 @@ def test_streamed_decoding_equals_decoding_any_ids(engines, name):
         ids = rng.choices(range(tok.vocab_size), k=rng.randrange(12))
         decoder = tok.stream_decoder()
         assert "".join(map(decoder.feed, ids)) + decoder.flush() == tok.decode(ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_cut_between_ids_is_whole_again_when_its_end_is_decoded_as_such(engines, name):
+    tok = engines[name][0]
+    ids = tok.encode("the king: no 5, found the hall")
+    for cut in range(1, len(ids)):
+        decoder = tok.stream_decoder(continues=True)
+        end = "".join(map(decoder.feed, ids[cut:])) + decoder.flush()
+        assert end == tok.decode(ids[cut:], continues=True)
+        assert tok.decode(ids[:cut]) + end == "the king: no 5, found the hall"

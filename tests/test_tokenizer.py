@@ -247,6 +247,12 @@ def test_a_folder_is_refused(tmp_path):
         tokenizer.load(tmp_path)
 
 
+def test_the_file_that_is_meant_by_a_folder_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="Is a directory; name the file in it: .*/tokenizer.json$"):
+        tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_damage_is_refused_in_one_line_or_loads_as_another_tokenizer(bpe, tmp_path, seed):
     rng, path = random.Random(seed), tmp_path / "bad.model"

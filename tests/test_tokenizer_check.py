@@ -37,10 +37,13 @@ def test_no_text_has_no_measures(tok):
     assert tokenizer_check.measure(tok, []) == (0.0, 0.0, True)
 
 
-def test_a_description_has_measures_only_with_texts(tok):
+def test_a_description_counts_the_single_bytes_of_a_vocabulary(tok):
     found = tokenizer_check.describe(tok)
     assert (found["engine"], found["vocab_size"], found["single_bytes"]) == (
         "sentencepiece", 330, 256,
     )  # fmt: skip
-    assert found["losses"] == [] and "bytes_per_token" not in found
-    assert tokenizer_check.describe(tok, ["\U0001f680"])["byte_share"] == 1.0
+    assert found["losses"] == [] and found["lossless"]
+
+
+def test_a_text_of_bytes_alone_has_a_byte_share_of_1(tok):
+    assert tokenizer_check.measure(tok, ["\U0001f680"])[1] == 1.0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -24,11 +28,21 @@ from runs import (
 )
 
 from jaxgpt import config
+from jaxgpt.checkpoint import load
 from jaxgpt.commands import data as data_commands
-from jaxgpt.errors import ConfigError, DataError, Interrupted, NothingRestorable, NumericsError
+from jaxgpt.data.store import open_store
+from jaxgpt.errors import (
+    ConfigError,
+    DataError,
+    DisagreementError,
+    Interrupted,
+    NothingRestorable,
+    NumericsError,
+    StorageError,
+)
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.tokenization import tokenizer
-from jaxgpt.train import train
+from jaxgpt.train import last_step, train
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +201,113 @@ def test_a_run_without_a_number_of_steps_ends_with_the_data(root, golden):
     assert (
         1 - 8 * last["epoch"] / last["position"] < last["epoch"] <= 1
     )  # less than a batch is left
+
+
+def test_a_batch_changed_on_resume_goes_on_to_the_end_of_the_data(monkeypatch, root):
+    ends = {"train__num_steps": 0, "data__max_epochs": 1.0, "optim__warmup_steps": 0}
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Interrupted):
+            train(tiny(root, "halved", train__global_batch=16, **ends))
+    outcome = train(tiny(root, "halved", train__global_batch=8, **ends))
+    more = (145 - 3 * 16) // 8  # 145 rows an epoch
+    assert (outcome.step, outcome.position) == (3 + more, 3 * 16 + 8 * more)
+
+
+@pytest.mark.parametrize(
+    "step, position, batch, limit, last",
+    [
+        (0, 0, 16, 0, 9),  # of 145 rows, 1 is left over
+        (3, 48, 8, 0, 15),
+        (3, 48, 97, 0, 4),
+        (3, 48, 98, 0, 3),
+        (3, 24, 16, 0, 10),
+        (3, 24, 16, 9, 9),
+        (18, 144, 16, 0, 18),
+    ],
+)
+def test_the_last_step_is_the_last_whole_batch_after_what_was_consumed(
+    monkeypatch, root, step, position, batch, limit, last
+):
+    record = SimpleNamespace(step=step, position=position) if step else None
+    monkeypatch.setattr(load, "newest_record", lambda _: record)
+    changes = {"train__num_steps": limit, "optim__warmup_steps": 0, "data__max_epochs": 1.0}
+    cfg = tiny(root, "none", train__global_batch=batch, **changes)
+    data = SimpleNamespace(end=145)
+    said: list[str] = []
+    assert last_step(cfg, data, said.append) == last
+    left = (145 - position) % batch
+    words = f"the data ends after {last} steps (data.max_epochs)"
+    assert said == ([] if limit else [words + (f", {left} rows left over" if left else "")])
+
+
+def test_steps_that_were_skipped_have_consumed_their_rows(root, golden):
+    broken = {"optim__lr": 1e30, "optim__warmup_steps": 0, "train__max_nonfinite": 100}
+    with pytest.raises(NumericsError):  # when the end is evaluated
+        train(tiny(root, "skipping", train__num_steps=8, **broken))
+    keys = ("step", "position", "rows_digest", "epoch", "seen")
+    found = rows(root / "skipping")
+    assert found[7]["skipped"] >= 4 and found[7]["tokens"] < found[7]["seen"]
+    right = [[row[key] for key in keys] for row in rows(golden)[:8]]
+    assert [[row[key] for key in keys] for row in found] == right
+
+
+def test_waiting_for_data_is_reported(monkeypatch, root):
+    from jaxgpt.data import pipeline
+
+    gather = pipeline.gather
+
+    def slow(*args):
+        time.sleep(0.1)
+        return gather(*args)
+
+    monkeypatch.setattr(pipeline, "gather", slow)
+    few = {"data__prefetch": 1, "checkpoint__every": 100}
+    train(tiny(root, "waiting", train__num_steps=16, log__every=8, **few))
+    assert rows(root / "waiting")[1]["data_wait"] > 0.5
+
+
+def test_a_disk_that_fails_while_training_ends_the_run_and_the_same_command_goes_on(
+    monkeypatch, root, golden
+):
+    from jaxgpt.data import blocks
+
+    preadv, reads = os.preadv, itertools.count()
+
+    def failing(*args):
+        if next(reads) > 90:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "RETRY_AFTER", (0, 0, 0))
+        patch.setattr(os, "preadv", failing)
+        with pytest.raises(StorageError) as stopped:
+            train(tiny(root, "failing-disk"))
+    said = str(stopped.value)
+    assert stopped.value.exit_code == 74 and len(said.splitlines()) == 1
+    assert "000000-000.shard" in said and "Input/output error" in said
+    done = [row["step"] for row in rows(root / "failing-disk") if "loss" in row]
+    assert f"(batch at position {8 * len(done)})" in said and 5 <= len(done) < 20
+    train(tiny(root, "failing-disk"))
+    assert fingerprints(root / "failing-disk", 20) == fingerprints(golden, 20)
+
+
+def test_processes_compare_their_data_before_anything_is_made(monkeypatch, root):
+    compared = []
+
+    def differ(facts):
+        compared.append(facts)
+        raise DisagreementError("data.store: process 1 has a, process 0 has b")
+
+    monkeypatch.setattr("jaxgpt.train.check_agreement", differ)
+    with pytest.raises(DisagreementError) as stopped:
+        train(tiny(root, "disagree"))
+    assert stopped.value.exit_code == 78 and not (root / "disagree").exists()
+    (facts,) = compared
+    assert list(facts["data.store"]) == [open_store(root / "store").digest]
+    assert facts["eval.store"] == [open_store(root / "store", "valid").digest]
+    assert facts["train.num_steps"] == ["20"]
 
 
 def test_other_weights_need_permission_and_begin_where_the_run_is(monkeypatch, root):

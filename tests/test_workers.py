@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from corpora import make_models, write_jsonl
 
@@ -217,6 +219,18 @@ def test_leaving_out_most_of_many_records_is_refused_with_counts(tmp_path, model
         prepare_one(tmp_path, models, tmp_path / "a.jsonl", bad_text="skip")
 
 
+def test_files_without_a_record_are_counted(tmp_path, models):
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n\n"))
+    with pyarrow.ipc.new_stream(str(tmp_path / "c.arrow"), pyarrow.schema({"text": "string"})):
+        pass
+    (tmp_path / "d.txt").write_bytes(b"")
+    (tmp_path / "e.jsonl.gz").write_bytes(gzip.compress(b"no\n"))
+    (tmp_path / "f.jsonl").write_bytes(b'{"text": ""}\n')
+    counts = prepare_one(tmp_path, models, tmp_path / "*.*", bad_text="skip")["counts"]
+    assert (counts["empty_files"], counts["empty"], counts["bad_skipped"]) == (3, 2, 1)
+
+
 def test_a_file_that_cannot_be_read_is_recorded_and_the_others_go_on(tmp_path, models):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text {name}")
@@ -296,7 +310,8 @@ def test_a_single_failure_is_raised_as_it_is(tmp_path, models):
         list(workers.run_tasks(tasks, 1))
 
 
-def test_no_more_than_twenty_failures_are_listed(tmp_path, models):
+def test_very_many_failures_are_counted_and_not_all_listed(tmp_path, models, monkeypatch):
+    monkeypatch.setattr(workers, "SHOWN_PROBLEMS", 20)
     tasks = failing_tasks(tmp_path, models, 23, set(range(23)))
     with pytest.raises(DataError) as refused:
         list(workers.run_tasks(tasks, 1))

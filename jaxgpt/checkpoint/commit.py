@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxgpt.checkpoint.faults import fault
 from jaxgpt.checkpoint.record import MAX_BYTES, Damaged, Record, StoredFile, decode, encode
-from jaxgpt.data.shard import sync_directory
+from jaxgpt.durable import sync_directory
 
 QUARANTINE = "quarantine"
 SUFFIX, PENDING = ".ok.json", ".pending"

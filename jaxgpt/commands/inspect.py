@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgpt import config
+from jaxgpt.commands.data import is_prepared
 from jaxgpt.commands.terminal import excerpt, load_config, say, show, table, visible
 from jaxgpt.config import Config
 from jaxgpt.data import inspect
@@ -94,7 +95,12 @@ def _run(folder: str, words: list[str]) -> tuple[Config, History | None, Steps |
     """Return the configuration of a run folder, what its newest checkpoint recorded, its steps."""
     path = Path(folder, "config.toml")
     if not path.is_file():
-        raise ConfigError(f"{folder}: no config.toml in it; name a CONFIG.toml or a run folder")
+        store = (
+            f"; for a store, CONFIG.toml data.store={folder}" if is_prepared(Path(folder)) else ""
+        )
+        raise ConfigError(
+            f"{folder}: no config.toml in it; name a CONFIG.toml or a run folder{store}"
+        )
     from jaxgpt.checkpoint.load import newest_record
     from jaxgpt.train import recorded_history
 
@@ -143,7 +149,7 @@ def data_show(args: argparse.Namespace) -> dict[str, Any]:
         else:
             _add_text(wanted[0], rows[0])
             show(args, row_text(rows[0]))
-    total = num_steps(cfg)
+    total = num_steps(cfg, steps.step, steps.position)
     if args.step is not None and 0 < total < args.step:
         say(f"step {args.step} comes after the last of this run, {total}")
     return {"split": args.split, "seq_len": data.seq_len, "rows": rows}
@@ -250,9 +256,10 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
 def data_find(args: argparse.Namespace) -> dict[str, Any]:
     """Print the steps and rows at which a run sees a document."""
     with opened(args.config) as (cfg, data, steps):
-        last = min(args.steps or num_steps(cfg), num_steps(cfg) or args.steps or 0)
+        total = num_steps(cfg, steps.step, steps.position)
+        last = min(args.steps or total, total or args.steps or 0)
         last = min(last or steps.last(data), steps.last(data))
-        if not (args.steps or num_steps(cfg)) and data.mixture.end is None:
+        if not (args.steps or total) and data.mixture.end is None:
             raise ConfigError(
                 "--steps: say how many, for train.num_steps is 0 and the data endless"
             )

@@ -55,21 +55,24 @@ def _read_line(name: str) -> Callable[[int, int], None]:
 
 
 def data_stats(args: argparse.Namespace) -> dict[str, Any]:
-    """Print what is in a store, or in the stores of a configuration and how a run will use them."""
+    """Print what is in stores, or in those of a configuration and how its run will use them."""
     words = [word for word in args.config if "=" not in word]
-    if len(words) == 1 and Path(words[0]).is_dir() and not Path(words[0], "config.toml").is_file():
-        if len(args.config) > 1:
+    if words and all(
+        Path(word).is_dir() and not Path(word, "config.toml").is_file() for word in words
+    ):
+        if len(args.config) > len(words):
             raise ConfigError(f"{words[0]}: a token store takes no section.field=value")
-        facts = survey.survey(Path(words[0]), _lengths_line(words[0]))
-        show(args, store_tables(facts))
-        return facts
+        surveys = {word: survey.survey(Path(word), _lengths_line(word)) for word in words}
+        show(args, "\n\n".join(map(store_tables, surveys.values())))
+        return {"stores": surveys} if len(words) > 1 else surveys[words[0]]
     with opened(args.config) as (cfg, data, steps):
         usage = run_usage(cfg, data, steps)
-        stores = {
-            name: survey.survey(folder(rows.store), _lengths_line(name))
-            for name, rows in zip(data.names, data.sources, strict=True)
-            if rows
-        }
+        folders: dict[Path, str] = {}
+        for name, rows in zip(data.names, data.sources, strict=True):
+            if rows:  # NAME@N, an earlier generation, lies in the folder of NAME
+                path = folder(rows.store)
+                folders[path] = min(name, folders.get(path, name))
+        stores = {name: survey.survey(path, _lengths_line(name)) for path, name in folders.items()}
     for facts in stores.values():
         show(args, store_tables(facts) + "\n")
     show(args, usage_text(usage))
@@ -87,7 +90,8 @@ def _lengths_line(name: str) -> Any:
 
 def run_usage(cfg: Config, data: Data, steps: Steps) -> dict[str, Any]:
     """Return how the run of a configuration will use its stores, as JSON values."""
-    wanted, there = num_steps(cfg), steps.last(data)
+    wanted = num_steps(cfg, steps.step, steps.position)
+    there = steps.last(data)
     endless = data.mixture.end is None
     total = min(wanted, there) if wanted else None if endless else there
     stop = None if total is None else steps.position + (total - steps.step) * steps.batch
@@ -154,7 +158,7 @@ def usage_text(usage: dict[str, Any]) -> str:
             f"; the data ends after step {usage['data_ends_after_step']:,}, "
             f"{usage['rows_left_over']:,} rows left over"
         )
-    for stage in usage["plan"][1:]:
+    for stage in usage["plan"] if len(usage["stores"]) > 1 or usage["plan"][1:] else []:
         weights = " + ".join(f"{weight:g} {name}" for name, weight in stage["weights"].items())
         text += f"\nfrom row {stage['start']:,} on: {visible(weights)}"
     return f"{text}\n{table(headers, rows)}"

@@ -91,7 +91,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         say(line)
     digest = record.identity.get("tokenizer")
     results, baselines = {}, {}
-    for name, store_or_texts in eval_inputs(args, cfg):
+    for name, store_or_texts in eval_inputs(args, cfg, record):
         if isinstance(store_or_texts, list):
             tok = tokenizer.load(find_tokenizer(args.run))
             result = perplexity.evaluate_text(
@@ -119,7 +119,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def eval_inputs(args: argparse.Namespace, cfg: Config) -> Iterator[tuple[str, Any]]:
+def eval_inputs(args: argparse.Namespace, cfg: Config, record: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, store or documents) of --data, or of the run's own held-out sets."""
     from jaxgpt.corpus import sources
     from jaxgpt.data.store import open_store
@@ -127,9 +127,12 @@ def eval_inputs(args: argparse.Namespace, cfg: Config) -> Iterator[tuple[str, An
     wanted = dict(split_name(text) for text in args.data)
     if not wanted:
         from jaxgpt.checkpoint.load import run_folder
-        from jaxgpt.train import eval_stores
+        from jaxgpt.data.stream import recall
+        from jaxgpt.evaluation.sets import eval_stores
 
-        yield from eval_stores(cfg, search=run_folder(args.run)).items()
+        mixture = record.meta.get("mixture")
+        history = recall(mixture, record.position) if mixture else None
+        yield from eval_stores(cfg, history, search=run_folder(args.run), say=say).items()
         return
     for name, path in wanted.items():
         if is_prepared(Path(path)) or Path(path, "manifest.json").exists():

@@ -16,7 +16,7 @@ from typing import Any
 from jaxgpt.corpus import files
 from jaxgpt.corpus.files import RawFile, base_name_kind, is_compressed
 from jaxgpt.corpus.formats import PIECE_BYTES, BadRecords, Piece, decode
-from jaxgpt.errors import DataError, show_path
+from jaxgpt.errors import DataError, one_line, show_path
 
 BATCH_BYTES = 8 << 20  # of text are decoded at a time where rows are of equal size
 BATCH_ROWS = 256
@@ -190,7 +190,7 @@ def _checked(batches: Iterator[Any], path: str, place: str) -> Iterator[Any]:
     try:
         yield from batches
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{show_path(path)}: damaged in {place}: {_line(error)}") from error
+        raise DataError(f"{show_path(path)}: damaged in {place}: {one_line(error)}") from error
 
 
 def _open_parquet(raw: RawFile, path: str) -> Any:
@@ -203,7 +203,7 @@ def _open_parquet(raw: RawFile, path: str) -> Any:
             pyarrow.PythonFile(raw, "r"), buffer_size=PIECE_BYTES, pre_buffer=False
         )
     except (pyarrow.ArrowException, OSError) as error:
-        reason = _line(error)
+        reason = one_line(error)
         raise DataError(f"{show_path(path)}: not a readable parquet file: {reason}") from error
 
 
@@ -226,7 +226,7 @@ def _open_arrow(raw: RawFile, path: str, text_field: str) -> tuple[Any, bool]:
         index = schema.get_field_index(_column(schema, text_field, path))
         return opened(pyarrow.ipc.IpcReadOptions(included_fields=[index])), is_stream
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{name}: not a readable Arrow file: {_line(error)}") from error
+        raise DataError(f"{name}: not a readable Arrow file: {one_line(error)}") from error
 
 
 def _require_end(raw: RawFile, path: str) -> None:
@@ -274,11 +274,7 @@ def _read_json(path: str) -> dict:
     try:
         found = json.loads(b"".join(files.blocks(path)))
     except ValueError as error:
-        raise DataError(f"{show_path(path)}: damaged: {_line(error)}") from error
+        raise DataError(f"{show_path(path)}: damaged: {one_line(error)}") from error
     if not isinstance(found, dict):
         raise DataError(f"{show_path(path)}: holds no JSON object")
     return found
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

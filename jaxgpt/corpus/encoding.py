@@ -22,9 +22,10 @@ from jaxgpt.tokenization.tokenizer import Tokenizer
 
 # Of the texts found, `documents` have tokens and a length within the limits; the others are empty
 # (nothing, or a byte order mark alone), too short or too long. Bytes and tokens are of documents.
+# `empty_files` are those of records or rows that hold none.
 COUNTED = (
     "documents", "empty", "too_short", "too_long", "bytes", "tokens", "byte_tokens", "forced_cuts",
-    "bad_replaced", "bad_skipped",
+    "bad_replaced", "bad_skipped", "empty_files",
 )  # fmt: skip
 EMPTY = ("", "\ufeff")
 BATCH_CHARS = 1 << 20  # documents are encoded in batches of about this size

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from jaxgpt.corpus import remote
-from jaxgpt.corpus.packed import is_compressed, unpack, unpacked_name
+from jaxgpt.corpus.compression import is_compressed, unpack, unpacked_name
 from jaxgpt.corpus.remote import is_remote
-from jaxgpt.errors import DataError, show_path
+from jaxgpt.errors import DataError, one_line, show_path
 
 BLOCK_BYTES = 1 << 20
 Kind = Literal["text", "json", "parquet", "arrow"]
@@ -261,8 +261,9 @@ def _readable(path: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{show_path(path)}: {reason}: pip install jaxgpt[cloud]") from error
+        raise DataError(
+            f"{show_path(path)}: {one_line(error)}: pip install jaxgpt[cloud]"
+        ) from error
     except Exception as error:  # each store has its own types, for HTTP, credentials, buckets
         raise _unreadable(path, error) from error
 
@@ -286,5 +287,5 @@ def _reason(error: BaseException) -> str:
         return "No such file or directory"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = " ".join(str(error).split())[:200]
+    text = one_line(error)
     return text if isinstance(error, OSError | EOFError) else f"{type(error).__name__}: {text}"

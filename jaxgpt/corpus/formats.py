@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from jaxgpt.corpus import files
 from jaxgpt.corpus.json_stream import string_field
-from jaxgpt.errors import DataError, show_path
+from jaxgpt.errors import DataError, one_line, show_path
 
 HELD_BYTES = 4 << 20  # a text file or a line up to this size is decoded in one go
 PIECE_BYTES = 1 << 20
@@ -58,6 +58,7 @@ class BadRecords:
     policy: str
     replaced: int = 0
     skipped: int = 0
+    empty_files: int = 0  # of records or rows
     places: list[str] = field(default_factory=list)
     skipped_files: list[dict[str, str]] = field(default_factory=list)  # path, reason
 
@@ -152,13 +153,14 @@ def _json_text(
     try:
         raw = line.decode()
     except UnicodeDecodeError:
-        raw = decode(line, where(), bad)
+        problem = _other_encoding(line[:PIECE_BYTES])
+        raw = bad.skip(f"{where()}: {problem}") if problem else decode(line, where(), bad)
         if raw is None:
             return None
     try:
         record = _parse(raw)
     except (ValueError, RecursionError) as error:
-        return bad.skip(f"{where()}: not JSON: {' '.join(str(error).split())}")
+        return bad.skip(f"{where()}: not JSON: {one_line(error)}")
     if not isinstance(record, tuple):
         return bad.skip(f"{where()}: {_kind(record)}, not an object with {text_field!r}")
     values = [value for key, value in record if key == text_field]
@@ -269,7 +271,9 @@ def _no_text(head: bytes) -> str | None:
             return f"binary, not text: it begins like {kind} data"
     controls = len(head) - len(head.translate(None, _CONTROLS))
     if controls >= 16 and controls > len(head) // 20:
-        return f"binary, not text: {controls} control characters in the first {len(head)} bytes"
+        few, many = sorted((head[::2].count(0), head[1::2].count(0)))
+        found = f"binary, not text: {controls} control characters in the first {len(head)} bytes"
+        return found + " (UTF-16 without its mark?)" * (few * 8 < len(head) < many * 4)
     return None
 
 

@@ -145,7 +145,8 @@ def added(
     there = sources.file_keys(parts)
     if lost := sorted(known - there):
         paths = {path for path, _ in there}
-        how = [f"{show_path(p)} {'has changed' if p in paths else 'is gone'}" for p, _ in lost]
+        what = {True: "has changed (size or time)", False: "is gone"}
+        how = [f"{show_path(path)} {what[path in paths]}" for path, _ in lost]
         more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
         raise _of_something_else(store, ", ".join(how[:NAMED]) + more)
     reported = {part.path for part in slices if part.kind == "unreadable"}
@@ -167,6 +168,14 @@ def describe(parts: Iterable[Partition], first: int) -> bytes:
         for number, part in enumerate(parts, first)
     )
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def paths_read(inputs: bytes) -> set[str]:
+    """Return the files that the partitions of `describe` read, as `show_path` gives them."""
+    slices = (
+        Slice(*values) for line in inputs.splitlines() for values in json.loads(line)["slices"]
+    )
+    return {show_path(part.path) for part in slices if part.kind != "unreadable"}
 
 
 def _recorded(store: Path, finished: Finished) -> list[Slice]:

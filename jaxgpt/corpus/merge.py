@@ -40,11 +40,13 @@ def merge(
     """
     store = Path(destination)
     others = _distinct(store, map(Path, folders))
+    for folder in others:
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such folder")
     with storage_errors(store), contextlib.ExitStack() as held:
+        _common_key(store, others)  # before anything is made: a mistyped folder stays as it is
         store.mkdir(parents=True, exist_ok=True)
         for folder in (store, *others):
-            if not folder.is_dir():
-                raise DataError(f"{folder}: no such folder")
             held.enter_context(journal.hold(folder))
         key = _common_key(store, others)
         finished = generations.read_finished(store, key)

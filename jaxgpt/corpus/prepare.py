@@ -193,6 +193,8 @@ def publish(store: Path, key: dict, finished: Finished, results: dict[int, dict]
     if tok.digest != key["tokenizer"]:
         raise DataError(f"{store / MODEL}: changed while it was used; prepare again")
     ordered = [results[i] for i in sorted(results)]
+    for source, entry in counts.add({}, key["data.sources"], ordered).items():
+        counts.refuse_mostly_bad(source, entry["counts"], entry["places"])
     entries: dict[str, list[dict]] = {}
     duplicates = [0] * len(ordered)
     for split in SPLITS:
@@ -207,11 +209,15 @@ def publish(store: Path, key: dict, finished: Finished, results: dict[int, dict]
         result | {"counts": result["counts"] | {"duplicates": count}}
         for result, count in zip(ordered, duplicates, strict=True)
     ]
-    tally = counts.add(finished.tally, key["data.sources"], counted)
+    inputs = (store / journal.JOURNAL / journal.INPUTS).read_bytes()
+    earlier = finished.tally
+    if any(entry["skipped_files"] for entry in earlier.values()):
+        earlier = counts.forget_files(earlier, generations.paths_read(inputs))
+    tally = counts.add(earlier, key["data.sources"], counted)
     report = counts.report(tally)
     _refuse_nothing(key, report, entries)
     name = generations.inputs_name(key["generation"])
-    write_atomic(store / name, (store / journal.JOURNAL / journal.INPUTS).read_bytes())
+    write_atomic(store / name, inputs)
     policies = {name: key[name] for name in key if name.startswith("data.")}
     published = dict(report) | {"generation": key["generation"]}
     for split in SPLITS:
@@ -244,6 +250,10 @@ def _refuse_nothing(key: dict, report: dict, entries: dict[str, list[dict]]) -> 
     if not report["documents"]:
         raise DataError(
             f"data.sources: not one document with text in {', '.join(key['data.sources'])}"
+            + "".join(
+                f"; {report['bad_skipped']} bad records were left out, the first: {place}"
+                for place in report["bad_places"][:1]
+            )
         )
     if not any(shard["num_docs"] for shard in entries["train"]):
         raise DataError(

@@ -25,7 +25,7 @@ from jaxgpt.errors import ConfigError, DataError, show_path
 MIN_PARTITION_BYTES = 1 << 20
 MANY_PARTITIONS = 32  # a small corpus is cut into about this many, so that all cores have work
 OPEN_COST = 4096  # bytes that could be read in the time it takes to open a file
-SHOWN = 20  # unreadable files that an error lists
+SHOWN = 1000  # unreadable files that an error lists
 STDLIB = "stdlib"
 
 
@@ -123,19 +123,24 @@ def documents(cfg: DataConfig, partition: Partition, bad: BadRecords) -> Iterato
     A file that cannot be read raises UnreadableFile; if `bad` skips, it is recorded there, a
     document that it breaks off is abandoned, and the next file is read.
 
-    Raises DataError as `bad` decides, and for a file that is damaged or changed since `partitions`.
+    Raises DataError as `bad` decides, and for a file that is damaged, or of which a part is used
+    and that has changed or gone since `partitions`.
     """
     for part in partition.slices:
-        piece = None
+        piece, before = None, bad.skipped + len(bad.skipped_files)
         try:
             for piece in _read(cfg, part, bad):
                 yield piece
-            if _stamp(part, cfg) != part.stamp:
-                raise DataError(f"{show_path(part.path)}: changed while it was read; prepare again")
         except UnreadableFile as error:
+            if piece or part.start or part.stop is not None:  # some of it is used
+                _refuse_changed(part, cfg)
             if piece is not None and not piece.last:
                 yield Piece(None, piece.origin)
             bad.skip_file(part.path, error)
+        else:
+            _refuse_changed(part, cfg)
+            if part.kind in ("json", "parquet", "arrow") and part.stop is None and piece is None:
+                bad.empty_files += bad.skipped + len(bad.skipped_files) == before
 
 
 def texts(cfg: DataConfig) -> Iterator[str]:
@@ -150,18 +155,22 @@ def texts(cfg: DataConfig) -> Iterator[str]:
             parts = []
 
 
-def text_pieces(cfg: DataConfig) -> Iterator[str]:
+def text_pieces(cfg: DataConfig, bad: list[BadRecords] | None = None) -> Iterator[str]:
     """Yield the text of all sources in order, huge documents in pieces of about 1 MiB.
 
     Memory does not grow with the size of a document. Of a document that turns out bad and is left
-    out, the pieces before that place have been yielded.
+    out, the pieces before that place have been yielded. What is bad is recorded at the end of
+    `bad`, for each partition in which there is something.
     """
-    return (piece.text for piece in _all_pieces(cfg) if piece.text is not None)
+    return (piece.text for piece in _all_pieces(cfg, bad) if piece.text is not None)
 
 
-def _all_pieces(cfg: DataConfig) -> Iterator[Piece]:
+def _all_pieces(cfg: DataConfig, bad: list[BadRecords] | None = None) -> Iterator[Piece]:
     for partition in partitions(cfg):
-        yield from documents(cfg, partition, bad_records(cfg, partition))
+        found = bad_records(cfg, partition)
+        yield from documents(cfg, partition, found)
+        if bad is not None and (found.skipped or found.replaced or found.skipped_files):
+            bad.append(found)
 
 
 def _read(cfg: DataConfig, part: Slice, bad: BadRecords) -> Iterator[Piece]:
@@ -212,6 +221,16 @@ def _slices(source: str, cfg: DataConfig, seen: dict[int | str, str]) -> Iterato
     if source == STDLIB:
         version = platform.python_version()
         yield from (Slice("module", name, stamp=version) for name in stdlib.extension_modules())
+
+
+def _refuse_changed(part: Slice, cfg: DataConfig) -> None:
+    """Raise DataError when a file is not what it was: a half of it must not pass for the whole."""
+    try:
+        same = _stamp(part, cfg) == part.stamp
+    except UnreadableFile as error:
+        raise DataError(f"{error}, though it could be read before; prepare again") from error
+    if not same:
+        raise DataError(f"{show_path(part.path)}: changed while it was read; prepare again")
 
 
 def _stamp(part: Slice, cfg: DataConfig) -> str:

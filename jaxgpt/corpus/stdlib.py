@@ -77,7 +77,6 @@ def _entry(name: str, value: object) -> str:
     text = getattr(value, "__doc__", None)
     own = isinstance(text, str) and text != type(value).__doc__  # not that of an instance's class
     signature = getattr(value, "__text_signature__", None) or ""
-    signature = re.sub(
-        r"\$\w+(, /(?=\)))?(, )?", "", signature
-    )  # ($self, x, /) is (x, /) to a reader
+    # ($self, x, /) is (x, /) to a reader.
+    signature = re.sub(r"\$\w+(, /(?=\)))?(, )?", "", signature)
     return f"{name}{signature}\n{text}" if own else ""

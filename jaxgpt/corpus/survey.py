@@ -16,10 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.corpus.generations import FINISHED
+from jaxgpt.corpus.generations import FINISHED, JOURNAL
 from jaxgpt.corpus.workers import SPLITS
 from jaxgpt.data import best_fit, blocks, shard
-from jaxgpt.data.store import MANIFEST, Store, generations, open_store, read_manifest
+from jaxgpt.data.store import (
+    MANIFEST,
+    Store,
+    generations,
+    open_store,
+    read_manifest,
+    tokenizer_path,
+)
 from jaxgpt.durable import storage_errors
 from jaxgpt.errors import DataError, StorageError
 from jaxgpt.tokenization import tokenizer
@@ -36,6 +43,11 @@ def split_folders(path: Path) -> dict[str, Path]:
     with storage_errors(path):
         if _is_split(path):
             return {path.name: path}
+        if (path / JOURNAL).exists() and not any((path / s / MANIFEST).exists() for s in SPLITS):
+            raise DataError(
+                f"{path}: not finished: run the same `jaxgpt prepare` again, or where it is a "
+                "share of --partitions, `jaxgpt data merge`"
+            )
         found = {split: path / split for split in reversed(SPLITS) if _is_split(path / split)}
     if not found:
         raise DataError(f"{path}: not a token store: no manifest is in it; run `jaxgpt prepare`")
@@ -136,7 +148,7 @@ def verify(path: Path, progress: Progress | None = None) -> dict[str, Any]:
             fixed = {key: manifest[key] for key in ("tokenizer_digest", "vocab_size", "eos_id")}
             for entry in manifest["shards"]:
                 entries[entry["name"], entry["sha256"]] = entry | fixed
-            tokenizers.setdefault(_tokenizer_path(folder), set()).add(manifest["tokenizer_digest"])
+            tokenizers.setdefault(tokenizer_path(folder), set()).add(manifest["tokenizer_digest"])
         work += [(folder / entry["name"], entry) for entry in entries.values()]
         counts["indices"] += sum(1 for _ in _indices(folder, manifests, problems))
     _check_finished(path / FINISHED, newest, problems)
@@ -229,11 +241,6 @@ def _check_index(path: Path, folder: Path, header: dict, manifests: list[dict]) 
         if best_fit.index_path(store, size, whole=whole) != path:
             raise DataError(f"{path}: has the name of another packing index; delete it")
         best_fit.open_index(store, size, whole=whole)
-
-
-def _tokenizer_path(folder: Path) -> Path:
-    beside = folder / "tokenizer.model"
-    return beside if beside.is_file() else folder.parent / "tokenizer.model"
 
 
 def _check_tokenizer(path: Path, digests: set[str], problems: list[str]) -> None:

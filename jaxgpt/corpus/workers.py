@@ -23,9 +23,10 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from jaxgpt.config import DataConfig
+from jaxgpt.corpus import counts as counting
 from jaxgpt.corpus import sources
-from jaxgpt.corpus.encoding import BATCH_CHARS, Counts, Spool, encode, no_counts
-from jaxgpt.corpus.formats import BadRecords, Piece
+from jaxgpt.corpus.encoding import BATCH_CHARS, Spool, encode, no_counts
+from jaxgpt.corpus.formats import Piece
 from jaxgpt.corpus.sources import Partition
 from jaxgpt.data.shard import Encoded, write_shard
 from jaxgpt.durable import storage_errors
@@ -35,8 +36,7 @@ from jaxgpt.tokenization.tokenizer import Tokenizer
 
 SPLITS = ("valid", "train")  # in the order of publication
 SHARD_SUFFIX = ".shard"
-MANY_RECORDS = 100  # of so many, no more than half may be bad and left out
-SHOWN_PROBLEMS = 20
+SHOWN_PROBLEMS = 1000
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ _stop: Event | None = None  # in a worker: set when its run ends early
 def _start_worker(stop: Event) -> None:
     global _stop
     _stop = stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # the pool itself ends workers by SIGTERM
+        signal.signal(number, signal.SIG_IGN)  # the parent gets it too, and decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -150,7 +151,8 @@ def prepare_partition(task: Task) -> dict:
     with storage_errors(Path(task.folder)), Spool(task.folder) as spool:
         shards = _write(task, tok, encode(tok, pieces, task.cfg, counts, spool), spool)
     counts |= {"bad_replaced": bad.replaced, "bad_skipped": bad.skipped}
-    _refuse_mostly_bad(task.partition.source, bad, counts)
+    counts["empty_files"] = bad.empty_files
+    counting.refuse_mostly_bad(task.partition.source, counts, bad.places, " in one partition")
     return shards | {
         "source": task.partition.source,
         "counts": counts,
@@ -165,16 +167,6 @@ def is_held_out(digest: bytes, share: float) -> bool:
     Equal documents fall on one side, and a document stays where it is when others are added.
     """
     return int.from_bytes(digest[:8]) < share * 2.0**64
-
-
-def _refuse_mostly_bad(source: str, bad: BadRecords, counts: Counts) -> None:
-    left = ("documents", "empty", "too_short", "too_long")
-    total = bad.skipped + sum(counts[name] for name in left)
-    if total >= MANY_RECORDS and bad.skipped * 2 > total:
-        raise DataError(
-            f"{source}: {bad.skipped} of {total} records in one partition are bad, too many to "
-            f"leave out; the first: {bad.places[0]}"
-        )
 
 
 def _write(

@@ -68,7 +68,7 @@ def pack(lengths: np.ndarray, seq_len: int, *, whole: bool) -> Packed:
     with equal room the one that has had it longest is filled. Memory is O(pieces), whatever
     `seq_len` is. Raises ConfigError for a `seq_len` outside 1..2^31-1.
     """
-    _check_seq_len(seq_len)
+    check_seq_len(seq_len)
     lengths = np.asarray(lengths, np.int64)
     assert lengths.ndim == 1 and lengths.min(initial=1) >= 1, "a document has at least one pair"
     starts = np.cumsum(lengths) - lengths
@@ -96,14 +96,15 @@ def pack(lengths: np.ndarray, seq_len: int, *, whole: bool) -> Packed:
     )
 
 
-def _check_seq_len(seq_len: int) -> None:
+def check_seq_len(seq_len: int) -> None:
+    """Raise ConfigError for a row length that cannot be."""
     if not 1 <= seq_len <= MAX_SEQ_LEN:
         raise ConfigError(f"model.seq_len: {seq_len} is not in 1..{MAX_SEQ_LEN}")
 
 
 def _key(store: Store, seq_len: int, whole: bool) -> dict:
     """Return everything that the contents of an index depend on."""
-    _check_seq_len(seq_len)
+    check_seq_len(seq_len)
     return {"store": store.digest, "seq_len": seq_len, "whole": bool(whole), "algorithm": VERSION}
 
 

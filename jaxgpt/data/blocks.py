@@ -11,17 +11,19 @@ not mapped: a failing disk or server is an error with a name, where a map would 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
 import struct
+import threading
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,8 +35,10 @@ HEADER_BYTES = 4096
 BLOCK_BYTES = 1 << 18
 PREFIX = struct.Struct("<8sII")  # magic, version, length of the JSON text that follows
 FOOTER = struct.Struct("<I8s")  # CRC-32 of the table, magic backwards
-RETRY_AFTER = (0.1, 0.5, 2.0)  # seconds before each new try at bytes that cannot be read
+RETRY_AFTER = (0.1, 0.5, 2.0)  # seconds before each new try at a file that cannot be read
+LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM}
 
+T = TypeVar("T")
 Check = Callable[[int, bytes], None]  # (offset in the file, data of a block)
 
 
@@ -54,6 +58,15 @@ class BlockFile:
         """Return the offsets in bytes at which a section starts and stops."""
         start, stop = self.header["sections"][name]
         return start, stop
+
+
+_reading: dict[int, Path] = {}  # by thread
+
+
+def reading() -> str:
+    """Return in words which files are being opened or read at this moment, to name a stuck one."""
+    paths = {str(path) for path in list(_reading.values())}
+    return f"reading {', '.join(sorted(paths)) or 'no file'}"
 
 
 class _Body:
@@ -137,8 +150,7 @@ def read_header(path: Path, magic: bytes, expected: Mapping[str, Any]) -> dict[s
     Raises DataError where one differs or the header is damaged, StorageError if it cannot be read.
     """
     with storage_errors(path):
-        with open(path, "rb") as file:
-            front, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+        front, size = _patiently(path, _front, path)
     if size != expected.get("size", size):
         raise DataError(f"{path}: file has {size} bytes, the manifest says {expected['size']}")
     damaged = DataError(f"{path}: the header is damaged or not that of such a file; restore it")
@@ -169,13 +181,13 @@ def open_file(
 
     `verified` of the same file opened earlier saves checking its blocks again; `check` is called on
     each block when it is first touched, to refuse what no checksum can. Raises DataError for
-    damage, StorageError if the file cannot be read.
+    damage, StorageError if the file cannot be read, both as `read_into` does.
     """
     header = read_header(path, magic, expected)
     body_end = max((stop for _, stop in header["sections"].values()), default=HEADER_BYTES)
     blocks = len(range(HEADER_BYTES, body_end, BLOCK_BYTES))
     with storage_errors(path):
-        fd = os.open(path, os.O_RDONLY)
+        fd = _patiently(path, os.open, path, os.O_RDONLY)
     file = BlockFile(
         path=path,
         fd=fd,
@@ -247,20 +259,41 @@ def _verify_block(file: BlockFile, block: int) -> None:
     file.verified[block] = 1
 
 
+def _front(path: Path) -> tuple[bytes, int]:
+    with open(path, "rb") as file:
+        return file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+
+
 def _pread(file: BlockFile, start: int, buffer: memoryview) -> None:
     size, done = buffer.nbytes, 0
-    delays = iter(RETRY_AFTER)
     while done < size:
+        rest = buffer if not done else buffer.cast("B")[done:]
         try:
-            rest = buffer if not done else buffer.cast("B")[done:]
-            count = os.preadv(file.fd, [rest], start + done)
+            count = _patiently(file.path, os.preadv, file.fd, [rest], start + done)
         except OSError as error:
             where = f"{file.path}: bytes {start}..{start + size}"
-            if (delay := next(delays, None)) is None:
-                raise StorageError(f"{where} cannot be read: {error.strerror}") from error
-            time.sleep(delay)
-            continue
+            raise StorageError(f"{where} cannot be read: {error.strerror}") from error
         if not count:
             where = f"{file.path}: bytes {start}..{start + size}"
             raise DataError(f"{where}: the file has become shorter; restore it")
         done += count
+
+
+def _patiently(path: Path, action: Callable[..., T], *args: Any) -> T:
+    """Return action(*args), tried again after an OSError that may pass; `reading` names the path.
+
+    Storage may be away while a server restarts; a file that is not there will not come back.
+    """
+    thread = threading.get_ident()
+    _reading[thread] = path
+    try:
+        for delay in RETRY_AFTER:
+            try:
+                return action(*args)
+            except OSError as error:
+                if error.errno in LASTING:
+                    raise
+                time.sleep(delay)
+        return action(*args)
+    finally:
+        del _reading[thread]

@@ -104,7 +104,7 @@ def part_ids(store: Store, part: Part) -> np.ndarray:
 
 def part_text(tok: Tokenizer, store: Store, part: Part) -> str:
     """Return the text of a part; a character that another row completes shows as U+FFFD."""
-    return tok.decode(part_ids(store, part))
+    return tok.decode(part_ids(store, part), continues=part.offset > 1)  # 1: only E is before
 
 
 def _origins(store: Store, number: int) -> list[str]:
@@ -250,7 +250,7 @@ def find_document(data: Data, wanted: str, name: str = "") -> tuple[int, int]:
     total = len(exact) or count
     more = f" and {total - len(shown)} more" if total > len(shown) else ""
     raise DataError(
-        f"document {show_path(wanted)}: {total} fit: {', '.join(shown)}{more}; say which"
+        f"document {show_path(wanted)}: {total} documents fit: {', '.join(shown)}{more}; say which"
     )
 
 

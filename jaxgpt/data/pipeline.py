@@ -74,9 +74,7 @@ def batches(
 
     @functools.lru_cache(maxsize=8)
     def located(chunk: int) -> tuple[np.ndarray, ...]:
-        first = (
-            position + chunk * LOCATED
-        )  # never before `position`: stores of the past may be gone
+        first = position + chunk * LOCATED  # not before it: stores of the past may be gone
         return locate(data, np.arange(first, min(first + LOCATED, data.end)))
 
     def read(number: int) -> tuple[np.ndarray, ...]:

@@ -25,10 +25,8 @@ import numpy as np
 
 from jaxgpt.data import blocks
 from jaxgpt.data.blocks import BlockFile
-from jaxgpt.durable import storage_errors, sync_directory
+from jaxgpt.durable import storage_errors
 from jaxgpt.errors import DataError
-
-__all__ = ["Encoded", "Shard", "open_shard", "storage_errors", "sync_directory", "write_shard"]
 
 MAGIC = b"jaxgpt\x00S"
 DIGEST_BYTES = 16

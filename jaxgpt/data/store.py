@@ -20,19 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.data import shard as shards
-from jaxgpt.data.shard import Shard, open_shard, token_dtype, write_shard
+from jaxgpt.data.shard import Shard, open_shard, token_dtype
 from jaxgpt.durable import storage_errors, write_atomic
 from jaxgpt.errors import DataError, StorageError
-
-__all__ = [
-    "Store",
-    "open_store",
-    "read_manifest",
-    "storage_errors",
-    "write_atomic",
-    "write_manifest",
-    "write_shard",
-]
 
 VERSION = 2
 MANIFEST = "manifest.json"
@@ -137,6 +127,12 @@ def open_store(
     raise DataError(f"{path}: not a token store: {places}; run `jaxgpt prepare`")
 
 
+def tokenizer_path(directory: Path) -> Path:
+    """Return the tokenizer of the store in a folder: beside its manifest, else one folder above."""
+    beside = directory / "tokenizer.model"
+    return beside if beside.is_file() else directory.parent / "tokenizer.model"
+
+
 def generations(directory: Path) -> list[str]:
     """Return the names of all manifests in the folder of a store, the newest first."""
     with storage_errors(directory):
@@ -189,7 +185,6 @@ class Store:
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._verified: dict[int, bytearray] = {}  # kept when a shard closes: a block is read once
         self._max_open, self._lock = max_open, threading.Lock()
-        self.reading: dict[int, str] = {}  # by thread: the shard being read, to name a stuck one
 
     def _check_files(self) -> None:
         """Refuse a missing, unreadable or resized shard before anything is computed from it."""
@@ -211,8 +206,7 @@ class Store:
     @property
     def tokenizer_path(self) -> Path:
         """The model of the ids: beside the manifest, else one folder above."""
-        beside = self.directory / "tokenizer.model"
-        return beside if beside.is_file() else self.directory.parent / "tokenizer.model"
+        return tokenizer_path(self.directory)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return stream ids [start, stop), int32; 0 <= start <= stop <= stream_len + 1."""
@@ -232,17 +226,12 @@ class Store:
             out[-1] = self.eos_id
             stop = self.stream_len
         at, number = start, bisect_right(self._first, start) - 1
-        thread = threading.get_ident()
-        try:
-            while at < stop:
-                until = min(self._first[number + 1], stop)
-                if at < until:  # a shard of no documents has no positions
-                    self.reading[thread] = self._entries[number]["name"]
-                    part = out[at - start : until - start]
-                    shards.read_stream(self._shard(number), at - self._first[number], part)
-                at, number = until, number + 1
-        finally:
-            self.reading.pop(thread, None)
+        while at < stop:
+            until = min(self._first[number + 1], stop)
+            if at < until:  # a shard of no documents has no positions
+                part = out[at - start : until - start]
+                shards.read_stream(self._shard(number), at - self._first[number], part)
+            at, number = until, number + 1
 
     def expect(self, start: int, stop: int) -> None:
         """Have the system fetch stream positions [start, stop) for a later read; a hint."""

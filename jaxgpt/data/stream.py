@@ -8,6 +8,7 @@ there on only when told to. Stores are known by the identity of their contents.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -19,7 +20,9 @@ import numpy as np
 from jaxgpt.config import DataConfig
 from jaxgpt.data import best_fit, order
 from jaxgpt.data.mixture import (
+    MAX_POSITION,
     Mixture,
+    Plan,
     draws,
     make_mixture,
     resume,
@@ -31,9 +34,6 @@ from jaxgpt.data.store import Store, open_store
 from jaxgpt.errors import ConfigError, DataError
 
 STREAM_VERSION = 2  # part of the digest; raise it with any change of what a position holds
-MAX_POSITION = order.MAX_ROWS
-MAX_SEQ_LEN = 2**31 - 1
-Plan = tuple[tuple[int, dict[str, float]], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +41,10 @@ class Data:
     """Everything the stream of samples depends on, and nothing else; `open_data` makes one.
 
     Per source, in the order of their digests: `sources` (None: only drawn before the position
-    where a resumed run goes on, and no longer there), `names` as configured, and what `mixture`
-    holds. `digest` identifies the stream: where it is the same, so is the sample at every position,
-    wherever the stores lie. `layout` is its part that no stage can change.
+    where a resumed run goes on, and no longer there), `names` as configured (NAME@N: what was drawn
+    from a store while it was generation N), and what `mixture` holds. `digest` identifies the
+    stream: where it is the same, so is the sample at every position, wherever the stores lie.
+    `layout` is its part that no stage can change.
     """
 
     sources: tuple[Rows | None, ...]
@@ -77,12 +78,7 @@ class Data:
     @property
     def end(self) -> int:
         """The first position that does not exist."""
-        return end_of(self.mixture)
-
-    def reading(self) -> str:
-        """Return which shards are being read at this moment, in words."""
-        paths = {f"{s.directory}/{name}" for s in self.stores for name in list(s.reading.values())}
-        return f"reading {', '.join(sorted(paths)) or 'no shard'}"
+        return MAX_POSITION if self.mixture.end is None else self.mixture.end
 
     @property
     def tokenizer_digest(self) -> str:
@@ -95,11 +91,6 @@ class Data:
     @property
     def eos_id(self) -> int:
         return self.stores[0].eos_id
-
-
-def end_of(mixture: Mixture) -> int:
-    """Return the first position that does not exist."""
-    return MAX_POSITION if mixture.end is None else mixture.end
 
 
 def layout_digest(cfg: DataConfig, seq_len: int) -> str:
@@ -188,22 +179,21 @@ def open_data(
     mixture that is not the one of `history` and may not be; DataError for stores of different
     tokenizers, without documents, or shorter than one row.
     """
-    if not 1 <= seq_len <= MAX_SEQ_LEN:
-        raise ConfigError(f"model.seq_len: {seq_len} is not in 1..{MAX_SEQ_LEN}")
+    best_fit.check_seq_len(seq_len)
     tables = list(_tables(cfg))
     names = list(dict.fromkeys(name for _, table in tables for name in table))
     if not names:
         raise ConfigError("data.store: the table of stores is empty; name at least one")
     if "" in names:
         raise ConfigError("data.store: names no store; give the folder that `prepare` wrote")
-    max_open = max(4, 64 // len(names))  # file descriptors, over all stores together
+    max_open = max(1, 64 // len(names))  # file descriptors, over all stores together
     opened = {name: _open(name, split, history, max_open, say) for name in names}
     by_digest: dict[str, str] = {}
     for name, store in opened.items():
         if (other := by_digest.setdefault(store.digest, name)) != name:
             raise ConfigError(f"data.store: {other} and {name} hold the same data; add the weights")
     for name, store in opened.items():
-        _check_source(store, name, opened[names[0]], names[0], seq_len)
+        _check_source(store, name, opened[names[0]], names[0], seq_len, split)
     sources = {
         store.digest: Rows(store, seq_len, _index(cfg, store, seq_len, say))
         for store in opened.values()
@@ -213,6 +203,8 @@ def open_data(
         for start, table in tables
     )
     counts = {digest: rows.num_rows for digest, rows in sources.items()}
+    for name, rows in _earlier(cfg, seq_len, split, history, opened).items():
+        sources[rows.store.digest], by_digest[rows.store.digest] = rows, name
     limits = {"max_epochs": cfg.max_epochs, "run_out": cfg.run_out}
     try:
         if history is None:
@@ -273,7 +265,28 @@ def _open(
     return store
 
 
-def _check_source(store: Store, name: str, first: Store, first_name: str, seq_len: int) -> None:
+def _earlier(
+    cfg: DataConfig, seq_len: int, split: str, history: History | None, opened: dict[str, Store]
+) -> dict[str, Rows]:
+    """Return what a run has drawn from its stores when they were of an earlier generation."""
+    plan = history.plan if history else ()
+    drawn = {digest for start, table in plan if start < history.position for digest in table}
+    found, whole = {}, cfg.packing == "best_fit_whole"
+    for digest in sorted(drawn - {store.digest for store in opened.values()}):
+        for name, store in opened.items():
+            with contextlib.suppress(DataError):  # not of this store, or no longer packed
+                older = open_store(store.directory, split, digest=digest, max_open=1)
+                packed = cfg.packing != "concat"
+                index = best_fit.open_index(older, seq_len, whole=whole) if packed else None
+                generation = older.manifest["generation"]
+                found[f"{name}@{generation}"] = Rows(older, seq_len, index)
+                break
+    return found
+
+
+def _check_source(
+    store: Store, name: str, first: Store, first_name: str, seq_len: int, split: str
+) -> None:
     for field in ("tokenizer_digest", "vocab_size", "eos_id"):
         ours, theirs = getattr(store, field), getattr(first, field)
         if ours != theirs:
@@ -282,7 +295,10 @@ def _check_source(store: Store, name: str, first: Store, first_name: str, seq_le
                 "stores of one run need one tokenizer"
             )
     if store.num_docs == 0:
-        raise DataError(f"data.store: {name} holds no documents; prepare it with some text")
+        kind, remedy = "", "prepare it with some text"
+        if split == "valid":
+            kind, remedy = "held-out ", "prepare it with a larger data.valid_share"
+        raise DataError(f"data.store: {name} holds no {kind}documents; {remedy}")
     if seq_len > store.stream_len:
         raise DataError(
             f"data.store: {name} has {store.stream_len} tokens ({store.num_docs} documents), fewer "

@@ -65,6 +65,11 @@ class Row:
         """The number of ids that the next one is predicted from."""
         return len(self.ids) - self.start
 
+    @property
+    def has_text(self) -> bool:
+        """Whether new ids continue a text: there is a prompt, E is not all."""
+        return self.prompt_len > 1
+
 
 def generate(
     cfg: ModelConfig,
@@ -99,7 +104,7 @@ def generate(
         return []
     dtype = jnp.dtype(dtype)
     rows = _open_rows(cfg, tok, prompts, max_new_tokens, window)
-    decoders = [tok.stream_decoder() for _ in rows] if on_text else []
+    decoders = [tok.stream_decoder(continues=row.has_text) for row in rows] if on_text else []
     indices = list(range(len(rows)) if indices is None else indices)
     if len(rows) == 1 and dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         # XLA:CPU multiplies one bf16 row 8 times slower than two (124M: 165 and 21 ms per id).
@@ -282,5 +287,5 @@ def _choose(
 
 def _close(tok: Tokenizer, row: Row) -> Generation:
     new = row.ids[row.prompt_len :]
-    text = tok.decode(new[:-1] if row.stopped else new)
+    text = tok.decode(new[:-1] if row.stopped else new, continues=row.has_text)
     return Generation(text, tuple(new), "eos" if row.stopped else "length", tuple(row.logprobs))

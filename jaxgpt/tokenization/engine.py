@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxgpt.errors import DataError
+from jaxgpt.errors import DataError, one_line
 
 MAX_IDS = 1 << 22  # a vocabulary beyond four million ids is a crafted or damaged file
 FORMAT = "jaxgpt-tokenizer"  # names the self-contained files that hold a model and its settings
@@ -38,9 +38,7 @@ class Engine(NamedTuple):
     pad_id: int
     specials: dict[str, int]
     pieces: tuple[bytes, ...]  # by id, in UTF-8; special ids and holes stand for b""
-    is_byte: (
-        np.ndarray
-    )  # [V] bool: ids that stand for one byte of a character not in the vocabulary
+    is_byte: np.ndarray  # [V] bool: ids for a byte of a character without piece
     encode: Callable[[list[str], int], Sequence[Sequence[int] | np.ndarray]]
     units: re.Pattern  # what is encoded alone, see `words`
     words: Mapping[str, bytes] | None  # ids (int32 bytes) of words known beforehand; None: sections
@@ -92,7 +90,7 @@ def native_errors(message: str, detail: bool = True) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        words = f": {' '.join(str(error).split())[:200]}" if detail else ""
+        words = f": {one_line(error)}" if detail else ""
         raise DataError(f"{message}{words}") from (error if detail else None)
 
 

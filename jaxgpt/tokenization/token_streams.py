@@ -67,9 +67,9 @@ class StreamEncoder:
 class StreamDecoder:
     """Turns ids into text as they come; all it returned and `flush` equal `decode` of all ids."""
 
-    def __init__(self, tok: Tokenizer):
+    def __init__(self, tok: Tokenizer, continues: bool = False):
         self._tok = tok
-        self._strip = tok.strip
+        self._strip = "" if continues else tok.strip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:

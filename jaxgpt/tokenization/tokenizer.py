@@ -40,6 +40,7 @@ from jaxgpt.tokenization.tokenizer_training import RESERVED, TrainReport
 log = logging.getLogger(__name__)
 
 MAX_MODEL_BYTES = 64 << 20
+MODEL_NAMES = ("tokenizer.model", "tokenizer.json")  # as in stores, runs and folders of models
 CACHE_CHARS = 1 << 20  # words are remembered up to this total: about 40 MB with their ids
 IDENTITY = b"jaxgpt-tokenizer 1"  # goes into every digest; changes when ids change their meaning
 
@@ -168,12 +169,13 @@ class Tokenizer:
             raise DataError(f"ids {ids.min()}..{ids.max()}: the vocabulary has {self.vocab_size}")
         return b"".join(map(self.pieces.__getitem__, ids.tolist()))
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray, *, continues: bool = False) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
 
-        A space that the engine puts before texts is taken away, as the engine does.
+        A space that the engine puts before texts is taken away, as the engine does; but not where
+        the ids continue a text, whose words have spaces of their own.
         """
-        data, rule = self.decode_bytes(ids), self.strip
+        data, rule = self.decode_bytes(ids), "" if continues else self.strip
         if rule:
             start, parts = 0, []
             while rule and start < len(ids):
@@ -187,9 +189,9 @@ class Tokenizer:
         """Return an encoder that takes one text piece by piece, in bounded memory."""
         return StreamEncoder(self)
 
-    def stream_decoder(self) -> StreamDecoder:
-        """Return a decoder that takes one id at a time."""
-        return StreamDecoder(self)
+    def stream_decoder(self, *, continues: bool = False) -> StreamDecoder:
+        """Return a decoder that takes one id at a time; `continues` as for `decode`."""
+        return StreamDecoder(self, continues)
 
 
 def load(path: str | Path, eos: str | None = None, pattern: str | None = None) -> Tokenizer:
@@ -203,7 +205,9 @@ def load(path: str | Path, eos: str | None = None, pattern: str | None = None) -
         with open(path, "rb") as file:
             raw = file.read(MAX_MODEL_BYTES + 1)
     except OSError as error:
-        raise DataError(f"{path}: cannot read the tokenizer: {error.strerror}") from error
+        names = [name for name in MODEL_NAMES if Path(path, name).is_file()]
+        hint = f"; name the file in it: {Path(path, names[0])}" if names else ""
+        raise DataError(f"{path}: cannot read the tokenizer: {error.strerror}{hint}") from error
     if len(raw) > MAX_MODEL_BYTES:
         raise DataError(f"{path}: over {MAX_MODEL_BYTES >> 20} MiB, so no tokenizer model")
     tok = _open(raw, str(path), eos, pattern)

@@ -70,9 +70,9 @@ def _losses(tok: Tokenizer, changed: list[str]) -> list[str]:
     return losses or [f"some texts change, such as {others[0]!r}"]
 
 
-def describe(tok: Tokenizer, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what is to be known of a tokenizer, and with `texts` how well it fits them."""
-    result = {
+def describe(tok: Tokenizer) -> dict[str, Any]:
+    """Return what is to be known of a tokenizer, as JSON values."""
+    return {
         "path": tok.path,
         "engine": tok.engine,
         "vocab_size": tok.vocab_size,
@@ -81,14 +81,10 @@ def describe(tok: Tokenizer, texts: Sequence[str] = ()) -> dict[str, Any]:
         "specials": tok.specials,
         "single_bytes": int(tok.is_byte.sum()),
         "longest_piece": max(map(len, tok.pieces)),
+        "lossless": tok.lossless,
         "losses": list(tok.losses),
         "digest": tok.digest,
     }
-    if texts:
-        bytes_per_token, byte_share, returns = measure(tok, texts)
-        result |= {"bytes_per_token": bytes_per_token, "byte_share": byte_share}
-        result |= {"texts_come_back": returns}
-    return result
 
 
 def measure(tok: Tokenizer, texts: Sequence[str]) -> tuple[float, float, bool]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import sentencepiece
 
-from jaxgpt.errors import DataError
+from jaxgpt.errors import DataError, one_line
 from jaxgpt.tokenization import model_file, tokenizer_check
 from jaxgpt.tokenization.words import SPACE
 
@@ -256,4 +256,4 @@ def _explain(message: str, vocab_size: int) -> str:
         )
     if "sentences_.empty()" in message:
         return "data.sources: there is no text to train a tokenizer on"
-    return f"the tokenizer cannot be trained: {' '.join(message.split())}"
+    return f"the tokenizer cannot be trained: {one_line(message)}"

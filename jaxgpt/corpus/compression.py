@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from jaxgpt.errors import DataError
+from jaxgpt.errors import DataError, one_line
 
 SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 INPUT_BYTES = 1 << 16  # that are read at a time
@@ -52,7 +52,7 @@ def unpack(source: Source, path: str, name: str, block_bytes: int) -> Iterator[b
                 raise EOFError("it is empty")
         except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
             place = f"damaged or truncated near byte {source.tell()} of the file"
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)
             raise DataError(f"{name}: {place}: {reason}") from error
         if not block:
             return
