@@ -151,6 +151,15 @@ def test_the_others_go_on_where_a_store_has_run_out(root):
     ]
 
 
+def test_where_a_store_runs_out_is_said(root):
+    said: list[str] = []
+    table = {str(root / name): weight for name, weight in AB.items()}
+    cfg = DataConfig(store=table, max_epochs=1.0, run_out="drop")
+    data = open_data(cfg, seq_len=T, seed=0, say=said.append)
+    last = max(p for p, (name, _, _) in enumerate(visits(data, 0, data.end)) if name == "b")
+    assert said == [f"{root / 'b'}: runs out at row {last + 1}; the others go on (data.run_out)"]
+
+
 def test_a_run_that_dropped_a_store_is_resumed_as_it_went(root):
     data = opened(root, AB, max_epochs=1.0, run_out="drop")
     at = data.end - 3

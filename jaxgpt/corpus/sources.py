@@ -67,8 +67,8 @@ def partitions(cfg: DataConfig, *, without: Collection[tuple[str, str]] = ()) ->
     "unreadable" when data.bad_text is "skip".
 
     Raises ConfigError when there are no sources; DataError for an entry that matches nothing, a
-    file that is listed twice or has changed since it was prepared, and, with a line for each of
-    the first 20, for files that cannot be read.
+    file that is listed twice or has changed since it was prepared, and, with a line for each, for
+    files that cannot be read.
     """
     if not cfg.sources:
         raise ConfigError("data.sources is empty: name files, folders, globs, stdlib or tfds:...")

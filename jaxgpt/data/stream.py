@@ -24,6 +24,7 @@ from jaxgpt.data.mixture import (
     Mixture,
     Plan,
     draws,
+    ends,
     make_mixture,
     resume,
     same_from,
@@ -218,6 +219,11 @@ def open_data(
         raise ConfigError(*text.splitlines()) from None
     if history:
         _check_change(history, mixture, by_digest)
+    if say and cfg.run_out == "drop":
+        for digest, position in ends(mixture).items():
+            if position != mixture.end:
+                name = by_digest.get(digest, digest[:12])
+                say(f"{name}: runs out at row {position:,}; the others go on (data.run_out)")
     return Data(
         sources=tuple(sources.get(digest) for digest in mixture.names),
         names=tuple(by_digest.get(digest, digest[:12]) for digest in mixture.names),
