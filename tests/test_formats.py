@@ -135,6 +135,7 @@ PNG = (  # of one pixel
         (PNG, "it begins like PNG data"),
         (bytes(200) + PNG, r"\d+ control characters in the first \d+ bytes \(data"),
     ],
+    ids=["utf-16-le", "utf-16-be", "bytes", "gzip", "zstd", "png", "png later"],
 )
 def test_binary_data_is_refused_even_when_text_would_be_mended(tmp_path, data, reason):
     path = write(tmp_path / "a.txt", data)
