@@ -204,6 +204,7 @@ def test_emulated_bfloat16_is_advised_against(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_asks_for_a_stop_by_name_and_the_old_handler_comes_back(number):
+    outside = signal.signal(number, signal.default_int_handler)  # nohup ignores SIGHUP
     before = signal.getsignal(number)
     said: list[str] = []
     with Stop(notify=said.append) as stop:
@@ -215,6 +216,7 @@ def test_a_signal_asks_for_a_stop_by_name_and_the_old_handler_comes_back(number)
         while not said and time.monotonic() < deadline:
             time.sleep(0.01)
     assert signal.getsignal(number) is before
+    signal.signal(number, outside)
     assert len(said) == 1 and said[0].startswith(number.name)
 
 

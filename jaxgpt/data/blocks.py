@@ -229,16 +229,16 @@ def read_into(file: BlockFile, start: int, buffer: memoryview) -> None:
 
 
 def expect(file: BlockFile, start: int, size: int) -> None:
-    """Have the system fetch what a later read of `size` bytes from `start` on will need.
+    """Have the system fetch the blocks of `size` bytes from `start` on that are not verified yet.
 
     Returns at once, so that the reads of many rows are under way together; a hint, without errors.
     """
     first = (start - HEADER_BYTES) // BLOCK_BYTES
     last = (start + size - HEADER_BYTES - 1) // BLOCK_BYTES
-    if not (file.verified[first] and file.verified[last]):  # whole blocks will be read
-        start, size = HEADER_BYTES + first * BLOCK_BYTES, (last - first + 1) * BLOCK_BYTES
-    with contextlib.suppress(OSError, AttributeError):  # macOS has no posix_fadvise
-        os.posix_fadvise(file.fd, start, size, os.POSIX_FADV_WILLNEED)
+    if not (file.verified[first] and file.verified[last]):
+        at, length = HEADER_BYTES + first * BLOCK_BYTES, (last - first + 1) * BLOCK_BYTES
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no posix_fadvise
+            os.posix_fadvise(file.fd, at, length, os.POSIX_FADV_WILLNEED)
 
 
 def verify(file: BlockFile) -> None:
