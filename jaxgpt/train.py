@@ -25,9 +25,10 @@ from jaxgpt.checkpoint.saver import Saver
 from jaxgpt.checkpoint.store import Checkpointer, print_line
 from jaxgpt.config import Config
 from jaxgpt.data import blocks, pipeline, stream
+from jaxgpt.data import history as histories
 from jaxgpt.data.ledger import Ledger
 from jaxgpt.data.store import Store
-from jaxgpt.data.stream import Data, History
+from jaxgpt.data.stream import Data
 from jaxgpt.errors import ConfigError, DataError, Interrupted, NumericsError
 from jaxgpt.evaluation.perplexity import (
     EvalResult,
@@ -170,7 +171,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
 
         def save() -> None:
             ledger.advance(position)
-            meta = log.state() | {"mixture": stream.record(data), "ledger": ledger.state()}
+            meta = log.state() | {"mixture": histories.record(data), "ledger": ledger.state()}
             ckpt.save(done, state, position=position, meta=meta)
 
         def evaluate(max_rows: int) -> dict[str, EvalResult]:
@@ -229,14 +230,14 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         return Outcome(str(run_dir), done, position, results, baselines)
 
 
-def recorded_history(cfg: Config) -> History | None:
+def recorded_history(cfg: Config) -> histories.History | None:
     """Return what the newest checkpoint of the run says about the mixture; None without one."""
     if cfg.run.overwrite or (record := load.newest_record(Path(cfg.run.dir))) is None:
         return None
     if "mixture" not in record.meta:
         return None
     may_change = bool({"data", "mixture"} & set(cfg.checkpoint.allow_change))
-    return stream.recall(record.meta["mixture"], record.position, may_change=may_change)
+    return histories.recall(record.meta["mixture"], record.position, may_change=may_change)
 
 
 def last_step(cfg: Config, data: Data, say: Callable[[str], None]) -> int:

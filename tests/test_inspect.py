@@ -14,6 +14,7 @@ from stores import E, encoded, random_documents, write_store
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data import inspect
+from jaxgpt.data.history import recall, record
 from jaxgpt.data.pipeline import sample_rows
 from jaxgpt.data.shard import write_shard
 from jaxgpt.data.store import open_store, write_manifest
@@ -39,8 +40,9 @@ def root(tmp_path_factory) -> Path:
 
 def opened(root: Path, packing: str = "concat", order: str = "global", **options) -> Data:
     store = {str(root / "a"): 2.0, str(root / "b"): 1.0}
+    history = options.pop("history", None)
     cfg = DataConfig(**({"store": store, "packing": packing, "order": order} | options))
-    return open_data(cfg, seq_len=T, seed=3)
+    return open_data(cfg, seq_len=T, seed=3, history=history)
 
 
 def two_epochs(data: Data) -> int:
@@ -265,3 +267,18 @@ def test_a_position_beyond_the_end_has_no_sample(root):
     data = opened(root, max_epochs=1.0)
     with pytest.raises(IndexError):
         list(inspect.samples(data, np.array([data.end])))
+
+
+def test_what_came_before_another_layout_of_rows_is_not_told_wrongly(root):
+    before = opened(root)
+    history = recall(record(before), 50)
+    data = opened(root, "best_fit", history=history)
+    assert data.since == 50
+    with pytest.raises(DataError, match="position 49: rows before 50 were laid out otherwise"):
+        next(inspect.samples(data, np.array([49, 60])))
+    assert next(inspect.samples(data, np.array([50]))).position == 50
+    stop = two_epochs(data)
+    seen = [s.position for s in inspect.sightings(data, 0, 1, 0, stop)]
+    assert seen and min(seen) >= 50
+    assert len(seen) == inspect.count_sightings(data, 0, 1, 0, stop)
+    assert inspect.count_sightings(data, 0, 1, 0, 50) == 0

@@ -12,7 +12,7 @@ from verbs import B, T, ask, make_two_stores, open_both, refused, text_of, words
 from jaxgpt import config
 from jaxgpt.checkpoint import commit
 from jaxgpt.checkpoint.record import Record
-from jaxgpt.data import stream
+from jaxgpt.data import history, stream
 from jaxgpt.data.pipeline import sample_rows
 from jaxgpt.data.store import open_store
 from jaxgpt.tokenization import tokenizer
@@ -181,7 +181,7 @@ def save_run(root: Path, folder: Path, batch: int, step: int, position: int, **c
         leaves=(),
         files=(),
         identity={},
-        meta={"mixture": json.loads(json.dumps(stream.record(data)))},
+        meta={"mixture": json.loads(json.dumps(history.record(data)))},
         config={},
         mesh={},
         versions={},

@@ -10,8 +10,9 @@ from stores import COMMON, random_documents, write_store
 
 from jaxgpt import config
 from jaxgpt.config import Config
+from jaxgpt.data.history import recall, record
 from jaxgpt.data.store import open_store, write_manifest
-from jaxgpt.data.stream import open_data, recall, record
+from jaxgpt.data.stream import open_data
 from jaxgpt.evaluation.sets import eval_stores
 
 

@@ -12,9 +12,10 @@ import pytest
 from stores import COMMON, random_documents, write_store
 
 from jaxgpt.config import DataConfig
+from jaxgpt.data.history import History, recall, record
 from jaxgpt.data.pipeline import batches, sample_rows
 from jaxgpt.data.store import open_store, write_manifest
-from jaxgpt.data.stream import Data, History, locate, open_data, recall, record
+from jaxgpt.data.stream import Data, locate, open_data
 from jaxgpt.errors import ConfigError, DataError
 
 T = 16
@@ -35,8 +36,9 @@ def opened(root: Path, store: object, history: History | None = None, **options)
         start: {str(root / name): weight for name, weight in table.items()}
         for start, table in options.pop("stages", {}).items()
     }
+    seed = options.pop("seed", 0)
     cfg = DataConfig(store=names, stages=stages, **options)
-    return open_data(cfg, seq_len=T, seed=0, history=history)
+    return open_data(cfg, seq_len=T, seed=seed, history=history)
 
 
 def saved(data: Data, position: int, *, may_change: bool = False) -> History:
@@ -126,9 +128,21 @@ def test_a_changed_run_is_resumed_with_its_whole_history(root):
 
 
 def test_a_damaged_record_of_the_mixture_is_refused():
-    for damaged in (None, [], {}, [[3, {}]], [[0, 1.0]], [[0, {"a": "much"}]]):
+    whole = {"plan": [[0, {"a": 1.0}]], "layout": "x", "since": 0}
+    assert recall(whole, 4) == History(((0, {"a": 1.0}),), 4, layout="x")
+    plans = [[], [[3, {}]], [[0, 1.0]], [[0, {"a": "much"}]]]
+    for damaged in (None, [], {}, whole | {"since": "x"}, *(whole | {"plan": p} for p in plans)):
         with pytest.raises(DataError, match="mixture recorded in the checkpoint is damaged"):
             recall(damaged, 0)
+
+
+@pytest.mark.parametrize("change", [{"packing": "best_fit"}, {"order": "block"}, {"seed": 1}])
+def test_it_is_known_since_when_rows_have_been_laid_out_as_they_are(root, change):
+    data = opened(root, AB)
+    assert (data.since, opened(root, AB, saved(data, 30)).since) == (0, 0)
+    later = opened(root, AB, saved(data, 50), **change)
+    assert later.since == 50
+    assert opened(root, AB, saved(later, 70), **change).since == 50
 
 
 def test_the_run_stops_where_a_store_has_run_out(root):

@@ -21,7 +21,8 @@ from jaxgpt.commands.data import is_prepared
 from jaxgpt.commands.terminal import excerpt, load_config, say, show, table, visible
 from jaxgpt.config import Config
 from jaxgpt.data import inspect
-from jaxgpt.data.stream import Data, History, open_data
+from jaxgpt.data.history import History
+from jaxgpt.data.stream import Data, open_data
 from jaxgpt.errors import ConfigError
 from jaxgpt.validation import num_steps
 

@@ -127,7 +127,7 @@ def eval_inputs(args: argparse.Namespace, cfg: Config, record: Any) -> Iterator[
     wanted = dict(split_name(text) for text in args.data)
     if not wanted:
         from jaxgpt.checkpoint.load import run_folder
-        from jaxgpt.data.stream import recall
+        from jaxgpt.data.history import recall
         from jaxgpt.evaluation.sets import eval_stores
 
         mixture = record.meta.get("mixture")

@@ -69,9 +69,14 @@ class Sample:
 def samples(data: Data, positions: np.ndarray) -> Iterator[Sample]:
     """Yield the sample at each position int64 [M], all of them below `data.end`.
 
-    Reads the layout and the origins of what is in the rows, not their ids. Raises DataError or
-    StorageError of the stores.
+    Reads the layout and the origins of what is in the rows, not their ids. Raises DataError for
+    positions before a change of the layout of rows, and DataError or StorageError of the stores.
     """
+    if positions.size and positions.min() < data.since:
+        raise DataError(
+            f"position {positions.min()}: rows before {data.since} were laid out otherwise; there "
+            "the run changed data.packing, order or document_mask, model.seq_len or the seed"
+        )
     origins = functools.lru_cache(HELD_SHARDS)(_origins)
     found = zip(*(array.tolist() for array in locate(data, positions)), strict=True)
     for position, (source, epoch, row) in zip(positions.tolist(), found, strict=True):
@@ -160,8 +165,11 @@ def places(rows: Rows, document: int) -> list[Place]:
 
 
 def sightings(data: Data, source: int, document: int, start: int, stop: int) -> Iterator[Sighting]:
-    """Yield every sighting of a document of a source at positions [start, stop), in order."""
-    rows = data.sources[source]
+    """Yield every sighting of a document of a source at positions [start, stop), in order.
+
+    None is known before `data.since`.
+    """
+    rows, start = data.sources[source], max(start, min(data.since, stop))
     held = places(rows, document)
     numbers = np.array([place.row for place in held], np.int64)
     first, last = (int(visits_before(data.mixture, at)[source]) for at in (start, stop))
@@ -180,7 +188,7 @@ def sightings(data: Data, source: int, document: int, start: int, stop: int) -> 
 
 def count_sightings(data: Data, source: int, document: int, start: int, stop: int) -> int:
     """Return how many sightings there are at positions [start, stop), in O(places)."""
-    rows = data.sources[source]
+    rows, start = data.sources[source], max(start, min(data.since, stop))
     numbers = np.array([place.row for place in places(rows, document)], np.int64)
 
     def before(position: int) -> int:

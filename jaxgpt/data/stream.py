@@ -13,12 +13,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data import best_fit, order
+from jaxgpt.data.history import History
 from jaxgpt.data.mixture import (
     MAX_POSITION,
     Mixture,
@@ -45,7 +45,8 @@ class Data:
     where a resumed run goes on, and no longer there), `names` as configured (NAME@N: what was drawn
     from a store while it was generation N), and what `mixture` holds. `digest` identifies the
     stream: where it is the same, so is the sample at every position, wherever the stores lie.
-    `layout` is its part that no stage can change.
+    `layout` is its part that no stage can change; a resumed run may have another one `since` a
+    position, and what came before cannot be told from this record.
     """
 
     sources: tuple[Rows | None, ...]
@@ -56,6 +57,7 @@ class Data:
     document_mask: bool
     order: str
     layout: str
+    since: int = 0
 
     @property
     def digest(self) -> str:
@@ -136,34 +138,6 @@ def epochs(data: Data, position: int) -> dict[str, float]:
     return {name: visit / source.num_rows for name, visit, source in drawn if source}
 
 
-@dataclass(frozen=True)
-class History:
-    """What a checkpoint recorded: the plan as it went, and will go, and the run's position.
-
-    With `may_change`, another mixture may follow from there on.
-    """
-
-    plan: Plan
-    position: int
-    may_change: bool = False
-
-
-def record(data: Data) -> list[list[Any]]:
-    """Return what a checkpoint keeps of the mixture, as JSON values."""
-    return [[start, dict(table)] for start, table in data.mixture.plan]
-
-
-def recall(recorded: Any, position: int, *, may_change: bool = False) -> History:
-    """Return the history that `record` wrote; DataError if it is none."""
-    try:
-        plan = tuple((int(s), {str(k): float(w) for k, w in t.items()}) for s, t in recorded)
-        if not plan or plan[0][0] != 0:
-            raise ValueError("no first stage")
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"the mixture recorded in the checkpoint is damaged: {error}") from None
-    return History(plan, position, may_change)
-
-
 def open_data(
     cfg: DataConfig,
     *,
@@ -219,6 +193,10 @@ def open_data(
         raise ConfigError(*text.splitlines()) from None
     if history:
         _check_change(history, mixture, by_digest)
+    layout, since = layout_digest(cfg, seq_len), 0
+    if history:
+        same = history.layout == f"{layout} {seed}"
+        since = history.since if same else history.position
     if say and cfg.run_out == "drop":
         for digest, position in ends(mixture).items():
             if position != mixture.end:
@@ -232,7 +210,8 @@ def open_data(
         seq_len=seq_len,
         document_mask=cfg.document_mask,
         order=cfg.order,
-        layout=layout_digest(cfg, seq_len),
+        layout=layout,
+        since=since,
     )
 
 

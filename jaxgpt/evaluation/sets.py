@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxgpt.config import Config
+from jaxgpt.data.history import History
 from jaxgpt.data.store import Store, earlier_manifest, open_store, read_manifest
-from jaxgpt.data.stream import History
 from jaxgpt.errors import DataError
 
 
