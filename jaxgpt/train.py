@@ -21,6 +21,7 @@ import jax
 from jaxgpt import config, runtime
 from jaxgpt.checkpoint import load
 from jaxgpt.checkpoint.faults import fault
+from jaxgpt.checkpoint.record import Record
 from jaxgpt.checkpoint.saver import Saver
 from jaxgpt.checkpoint.store import Checkpointer, print_line
 from jaxgpt.config import Config
@@ -84,7 +85,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
 
         # Open: data and devices decide what the configuration leaves open, or refuse it.
         with dog.phase("open", detail=blocks.reading):
-            history = recorded_history(cfg)
+            newest = None if cfg.run.overwrite else load.newest_record(run_dir)
+            history = recorded_history(cfg, newest)
             data = stream.open_data(
                 cfg.data,
                 seq_len=cfg.model.seq_len,
@@ -96,7 +98,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         for source in (*data.stores, *eval_sets.values()):
             stack.callback(source.close)
         cfg = complete(cfg, data)
-        total = last_step(cfg, data, say)
+        total = last_step(cfg, data, newest, say)
         tok = check_tokenizers(data, eval_sets)
         for line in runtime.start_jax(cfg).lines:
             say(line)
@@ -230,22 +232,20 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         return Outcome(str(run_dir), done, position, results, baselines)
 
 
-def recorded_history(cfg: Config) -> histories.History | None:
-    """Return what the newest checkpoint of the run says about the mixture; None without one."""
-    if cfg.run.overwrite or (record := load.newest_record(Path(cfg.run.dir))) is None:
-        return None
-    if "mixture" not in record.meta:
+def recorded_history(cfg: Config, record: Record | None) -> histories.History | None:
+    """Return what the commit record of a checkpoint says about the mixture; None without one."""
+    if record is None or "mixture" not in record.meta:
         return None
     may_change = bool({"data", "mixture"} & set(cfg.checkpoint.allow_change))
     return histories.recall(record.meta["mixture"], record.position, may_change=may_change)
 
 
-def last_step(cfg: Config, data: Data, say: Callable[[str], None]) -> int:
+def last_step(cfg: Config, data: Data, record: Record | None, say: Callable[[str], None]) -> int:
     """Return the updates of the run: as configured, or as many whole batches as there is data.
 
-    Those of its newest checkpoint may have consumed more or fewer rows each than are asked for now.
+    Those of its newest checkpoint, of which `record` is the commit record, may have consumed more
+    or fewer rows each than are asked for now.
     """
-    record = None if cfg.run.overwrite else load.newest_record(Path(cfg.run.dir))
     done, position = (record.step, record.position) if record else (0, 0)
     wanted, batch = num_steps(cfg, done, position), cfg.train.global_batch
     more, left = divmod(max(0, data.end - position), batch)

@@ -32,7 +32,7 @@ def test_ids_take_two_bytes_only_if_the_largest_fits(tmp_path, vocab_size, size)
     write_store(tmp_path, [[[3, top, 4]]], vocab_size=vocab_size)
     store = open_store(tmp_path)
     assert store.read(0, 5).tolist() == [E, 3, top, 4, E]
-    assert store._shard(0).dtype.itemsize == size
+    assert store.shard(0).dtype.itemsize == size
 
 
 @pytest.mark.parametrize("ids", [[3, 64], [-1, 3], [3, 70_000], [3, E, 4]])

@@ -28,7 +28,6 @@ from runs import (
 )
 
 from jaxgpt import config
-from jaxgpt.checkpoint import load
 from jaxgpt.commands import data as data_commands
 from jaxgpt.data.store import open_store
 from jaxgpt.errors import (
@@ -227,15 +226,14 @@ def test_a_batch_changed_on_resume_goes_on_to_the_end_of_the_data(monkeypatch, r
     ],
 )
 def test_the_last_step_is_the_last_whole_batch_after_what_was_consumed(
-    monkeypatch, root, step, position, batch, limit, last
+    root, step, position, batch, limit, last
 ):
     record = SimpleNamespace(step=step, position=position) if step else None
-    monkeypatch.setattr(load, "newest_record", lambda _: record)
     changes = {"train__num_steps": limit, "optim__warmup_steps": 0, "data__max_epochs": 1.0}
     cfg = tiny(root, "none", train__global_batch=batch, **changes)
     data = SimpleNamespace(end=145)
     said: list[str] = []
-    assert last_step(cfg, data, said.append) == last
+    assert last_step(cfg, data, record, said.append) == last
     left = (145 - position) % batch
     words = f"the data ends after {last} steps (data.max_epochs)"
     assert said == ([] if limit else [words + (f", {left} rows left over" if left else "")])

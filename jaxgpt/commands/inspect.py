@@ -111,7 +111,7 @@ def _run(folder: str, words: list[str]) -> tuple[Config, History | None, Steps |
     steps = None
     if record and record.position != record.step * cfg.train.global_batch:
         steps = Steps(cfg.train.global_batch, record.step, record.position)
-    return cfg, recorded_history(cfg), steps
+    return cfg, recorded_history(cfg, record), steps
 
 
 def _held_out(cfg: Config, name: str) -> Config:

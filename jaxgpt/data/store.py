@@ -230,7 +230,7 @@ class Store:
             until = min(self._first[number + 1], stop)
             if at < until:  # a shard of no documents has no positions
                 part = out[at - start : until - start]
-                shards.read_stream(self._shard(number), at - self._first[number], part)
+                shards.read_stream(self.shard(number), at - self._first[number], part)
             at, number = until, number + 1
 
     def expect(self, start: int, stop: int) -> None:
@@ -238,7 +238,7 @@ class Store:
         number = bisect_right(self._first, start) - 1
         until = min(stop, self._first[number + 1])  # the next shard is left to the read itself
         if start < until:
-            shards.expect_stream(self._shard(number), start - self._first[number], until - start)
+            shards.expect_stream(self.shard(number), start - self._first[number], until - start)
 
     def opens(self, start: int, stop: int) -> np.ndarray:
         """Return where documents open in stream positions [start, stop), relative to start, int64.
@@ -250,12 +250,13 @@ class Store:
         while at < end:
             base, until = self._first[number], min(self._first[number + 1], end)
             if at < until:
-                inside = shards.starts_between(self._shard(number), at - base, until - base)
+                inside = shards.starts_between(self.shard(number), at - base, until - base)
                 found.append(inside + (base - start))
             at, number = until, number + 1
         return np.concatenate(found)
 
-    def _shard(self, number: int) -> Shard:
+    def shard(self, number: int) -> Shard:
+        """Return an open shard; it may be closed by later calls, but not while it is referenced."""
         with self._lock:
             if number in self._open:
                 self._open.move_to_end(number)
@@ -272,7 +273,7 @@ class Store:
 
     def doc_starts(self, number: int) -> np.ndarray:
         """Return where the documents of a shard open in its own stream, and its end: [docs + 1]."""
-        shard = self._shard(number)
+        shard = self.shard(number)
         return shards.read_starts(shard, 0, shard.num_docs + 1)
 
     def document_at(self, position: int) -> tuple[int, int]:
@@ -280,14 +281,14 @@ class Store:
         if not 0 <= position < self.stream_len:
             raise IndexError(f"stream position {position} of a store of {self.stream_len}")
         number = bisect_right(self._first, position) - 1
-        starts, local = self._shard(number).starts, position - self._first[number]
+        starts, local = self.shard(number).starts, position - self._first[number]
         doc = bisect_right(starts, local) - 1
         return self._first_doc[number] + doc, local - starts[doc]
 
     def document_span(self, doc: int) -> tuple[int, int]:
         """Return the stream positions [start, stop) of a document, its E first."""
         number = self._shard_of(doc)
-        starts, local = self._shard(number).starts, doc - self._first_doc[number]
+        starts, local = self.shard(number).starts, doc - self._first_doc[number]
         return self._first[number] + starts[local], self._first[number] + starts[local + 1]
 
     def doc_bytes(self, start: int, stop: int) -> np.ndarray:
@@ -300,27 +301,23 @@ class Store:
             if base >= stop:
                 break
             if low < high:
-                parts.append(shards.read_doc_bytes(self._shard(number), low, high))
+                parts.append(shards.read_doc_bytes(self.shard(number), low, high))
         return np.concatenate(parts)
 
     def provenance(self, doc: int) -> str:
         """Return where a document came from, as `prepare` recorded it."""
         number = self._shard_of(doc)
-        return shards.read_provenance(self._shard(number))[doc - self._first_doc[number]]
+        return shards.read_provenance(self.shard(number))[doc - self._first_doc[number]]
 
     def _shard_of(self, doc: int) -> int:
         if not 0 <= doc < self.num_docs:
             raise IndexError(f"document {doc} of a store of {self.num_docs}")
         return bisect_right(self._first_doc, doc) - 1
 
-    def shard(self, number: int) -> Shard:
-        """Return an open shard; it may be closed by later calls, but not while it is referenced."""
-        return self._shard(number)
-
     def verify(self) -> None:
         """Check every block of every shard; DataError names the first damaged one."""
         for number in range(self.num_shards):
-            shards.verify(self._shard(number))
+            shards.verify(self.shard(number))
 
     def close(self) -> None:
         """Close all files. Safe to call twice; a later read opens them again."""
