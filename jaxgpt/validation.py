@@ -20,12 +20,17 @@ AT_LEAST = {
     "model": {
         "num_layers": 1, "embed_dim": 1, "num_heads": 1, "num_kv_heads": 0, "head_dim": 0,
         "mlp_dim": 0, "vocab_size": 0, "seq_len": 2, "sliding_window": 0, "attn_softcap": 0,
-        "logit_softcap": 0, "init_std": 0, "rope_original_len": 0,
+        "logit_softcap": 0, "init_std": 0, "rope_original_len": 0, "rope_local_base": 0,
+        "global_every": 0, "attn_scale": 0, "num_experts": 0, "experts_per_token": 1,
+        "expert_dim": 0, "shared_dim": 0, "capacity_factor": 0,
     },
-    "optim": {"lr": 0, "warmup_steps": 0, "decay_steps": 0, "weight_decay": 0, "clip_norm": 0},
+    "optim": {
+        "lr": 0, "warmup_steps": 0, "warmup_tokens": 0, "decay_steps": 0, "weight_decay": 0,
+        "clip_norm": 0, "spike_sigma": 0,
+    },
     "train": {
         "num_steps": 0, "num_tokens": 0, "global_batch": 1, "micro_batch": 0, "z_loss": 0,
-        "aux_loss_weight": 0, "max_nonfinite": 1,
+        "balance_loss": 0, "router_z_loss": 0, "router_bias_rate": 0, "max_nonfinite": 1,
     },
     "checkpoint": {"every": 0, "keep": 1, "keep_every": 0},
     "eval": {"every": 0, "max_rows": 0, "batch": 0},
@@ -33,7 +38,12 @@ AT_LEAST = {
     "run": {"seed": 0},
 }  # fmt: skip
 # Values that must lie in [0, 1), [0, 1] or above 0.
-SHARES = {"optim": {"beta1", "beta2"}, "model": {"dropout"}, "data": {"valid_share"}}
+SHARES = {
+    "optim": {"beta1", "beta2", "ema_decay"},
+    "model": {"dropout"},
+    "data": {"valid_share"},
+    "train": {"label_smoothing"},
+}
 POSITIVE = {"model": {"norm_eps", "rope_base", "rope_factor"}, "optim": {"eps"}}
 MAX_SEQ_LEN = 1 << 24
 MAX_SEED = (1 << 32) - 1  # JAX keys take 32 bits: seed 2**32 would silently be seed 0
@@ -42,7 +52,8 @@ CHANGEABLE = ("data", "mixture", "tokenizer", "seed", "optim")
 
 def problems_of(cfg: Config) -> list[str]:
     """Return one line for each value or combination that cannot work."""
-    return [*_ranges(cfg), *_model(cfg), *_data(cfg), *_training(cfg), *_rest(cfg)]
+    model = [*_model(cfg), *_experts(cfg)]
+    return [*_ranges(cfg), *model, *_data(cfg), *_training(cfg), *_rest(cfg)]
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -93,12 +104,43 @@ def _model(cfg: Config) -> Iterator[str]:
             f"model.rope_high_freq = {m.rope_high} must be above "
             f"model.rope_low_freq = {m.rope_low_freq}"
         )
+    if m.rope_local_base and not (m.positions == "rope" and m.sliding_window):
+        yield (
+            f'model.rope_local_base = {m.rope_local_base}: needs model.positions = "rope" and '
+            "model.sliding_window"
+        )
+    if m.global_every and not m.sliding_window:
+        yield f"model.global_every = {m.global_every}: needs model.sliding_window"
+    if m.norm_plus_one and m.norm != "rmsnorm":
+        yield 'model.norm_plus_one needs model.norm = "rmsnorm"'
     outside = [layer for layer in m.aux_layers if not 1 <= layer < m.num_layers]
     if outside or len(set(m.aux_layers)) < len(m.aux_layers):
         yield (
             f"model.aux_layers = {list(m.aux_layers)}: distinct blocks from 1 to "
             f"{m.num_layers - 1} (the last block has the main loss)"
         )
+
+
+def _experts(cfg: Config) -> Iterator[str]:
+    m, t = cfg.model, cfg.train
+    if m.num_experts and m.experts_per_token > m.num_experts:
+        yield (
+            f"model.experts_per_token = {m.experts_per_token} is more than "
+            f"model.num_experts = {m.num_experts}"
+        )
+    if m.num_experts and m.mlp_bias:
+        yield "model.mlp_bias: experts have no biases; set it to false"
+    if not m.num_experts:
+        for key in ("expert_dim", "shared_dim", "capacity_factor", "router_bias"):
+            if getattr(m, key):
+                yield f"model.{key} = {getattr(m, key)}: needs model.num_experts"
+    if m.aux_layers and len(t.aux_loss_weights) not in (1, len(m.aux_layers)):
+        yield (
+            f"train.aux_loss_weights = {list(t.aux_loss_weights)}: one for all, or one for each "
+            f"of the {len(m.aux_layers)} model.aux_layers"
+        )
+    if any(weight < 0 for weight in t.aux_loss_weights):
+        yield f"train.aux_loss_weights = {list(t.aux_loss_weights)}: must be at least 0"
 
 
 def _data(cfg: Config) -> Iterator[str]:

@@ -13,7 +13,8 @@ from tiny import random_params
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model import gpt
-from jaxgpt.model.blocks import ACTIVATIONS, drop, norm
+from jaxgpt.model.activations import ACTIVATIONS
+from jaxgpt.model.blocks import drop, norm
 
 CFG = ModelConfig(num_layers=1, embed_dim=2, num_heads=1, vocab_size=8, seq_len=8)
 SILU_3 = 3 / (1 + math.exp(-3))

@@ -103,7 +103,7 @@ def test_unknown_keys_and_choices_name_the_nearest_valid_one(override, nearest):
 
 
 @pytest.mark.parametrize(
-    ("override", "choice"), [("optim.name=adafactor", "adamw"), ("model.mlp=mish", "swiglu")]
+    ("override", "choice"), [("optim.name=adamwx", "adamw"), ("model.mlp=mish", "swiglu")]
 )
 def test_what_is_not_offered_is_refused_by_name_with_the_choices(override, choice):
     problem = refused(override)[0]
@@ -200,7 +200,7 @@ def test_every_field_has_a_meaning():
 
 
 def test_the_field_budget_holds():
-    assert sum(1 for section in config.SECTIONS for _ in config.fields_of(section)) < 100
+    assert sum(1 for section in config.SECTIONS for _ in config.fields_of(section)) < 130
 
 
 @pytest.mark.parametrize(

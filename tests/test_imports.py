@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxgpt"
-BASE = {"errors", "durable", "config", "toml_values", "validation"}
+BASE = {"errors", "durable", "config", "schema", "toml_values", "validation"}
 DATA = BASE | {"tokenization", "data"}
 # What each room or module may import from jaxgpt, besides itself.
 MAY_IMPORT = {
@@ -16,7 +16,8 @@ MAY_IMPORT = {
     "durable": {"errors"},
     "toml_values": {"errors"},
     "validation": {"config"},  # types only
-    "config": {"errors", "toml_values", "validation"},
+    "schema": set(),
+    "config": {"errors", "schema", "toml_values", "validation"},
     "runtime": BASE,
     "tokenization": BASE,
     "data": BASE | {"tokenization"},

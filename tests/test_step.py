@@ -282,12 +282,12 @@ def test_auxiliary_and_z_losses_add_to_the_gradient_by_their_weights():
     model = dataclasses.replace(TINY, aux_layers=(1,))
     params = random_params(model)
 
-    cfg = config(model, aux_loss_weight=0.5, z_loss=0.1)
+    cfg = config(model, aux_loss_weights=(0.5,), z_loss=0.1)
     batch, B = rows(cfg), cfg.train.global_batch
     grads, sums = jax.jit(functools.partial(gradients, cfg, step=0))(params, batch)
 
     def by_hand(params):  # from whole logits, by automatic differentiation
-        tops, taps = gpt.hidden_and_taps(model, params, batch.tokens[0])
+        tops, taps, _ = gpt.forward(model, params, batch.tokens[0])
         terms = {}
         for name, x in {"main": tops, "aux": taps[1]}.items():
             logits = x @ params.embed.T

@@ -25,6 +25,14 @@ VARIETY = {
         TINY, norm_placement="sandwich", mlp="geglu", embed_scale=True, attn_softcap=5.0,
         logit_softcap=3.0, positions="rope",
     ),
+    "gemma3": dataclasses.replace(
+        LLAMA, num_layers=3, norm_placement="sandwich", mlp="geglu", embed_scale=True,
+        norm_plus_one=True, qk_norm=True, sliding_window=5, global_every=2, attn_scale=0.3,
+        rope_local_base=1000.0, rope_scaling="linear", rope_factor=8.0, tie_embeddings=True,
+    ),
+    "experts": dataclasses.replace(
+        LLAMA, num_experts=4, experts_per_token=2, expert_dim=24, shared_dim=16, router_bias=True,
+    ),
     "post": dataclasses.replace(TINY, norm_placement="post", mlp="relu", positions="sinusoidal"),
     "none": dataclasses.replace(
         TINY, positions="none", mlp="relu2", num_kv_heads=1, head_dim=6, norm_bias=False

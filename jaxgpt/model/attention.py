@@ -29,12 +29,15 @@ def attend(
     *,
     segment_ids: Array | None = None,
     window: int = 0,
+    scale: float = 0.0,
     softcap: float = 0.0,
     dropout: float = 0.0,
     dropout_keys: Array | None = None,
     impl: Impl | None = None,
 ) -> Array:
-    """Return softmax(q kᵀ / √H + mask) v, [B, T, N, H]: causal self-attention, S = T.
+    """Return softmax(scale q kᵀ + mask) v, [B, T, N, H]: causal self-attention, S = T.
+
+    `scale` 0 is 1 / √H.
 
     A token sees itself and those before it in its row; with `segment_ids` [B, T] only those of its
     own segment, with `window` w > 0 only the last w, itself included. `softcap` c > 0 replaces a
@@ -49,10 +52,12 @@ def attend(
     if impl in ("dot_product", "cudnn"):
         if not plain:
             raise ValueError(f"attention impl {impl!r} has neither softcap nor dropout")
-        return _dot_product(q, k, v, segment_ids, window, impl)
+        return _dot_product(q, k, v, segment_ids, window, scale, impl)
     if impl not in ("blocks", "reference"):
         raise ValueError(f"attention impl {impl!r}: blocks, dot_product, cudnn or reference")
-    weigh = partial(_weigh, softcap=softcap, dropout=dropout, dropout_keys=dropout_keys)
+    weigh = partial(
+        _weigh, scale=scale, softcap=softcap, dropout=dropout, dropout_keys=dropout_keys
+    )
     T = q.shape[1]
     rows = max(BLOCK, -(-T // MAX_BLOCKS)) if impl == "blocks" else T
     q, k, v = _by_head(q, k, v)
@@ -76,7 +81,14 @@ def attend(
 
 
 def attend_cached(
-    q: Array, k: Array, v: Array, positions: Array, *, window: int = 0, softcap: float = 0.0
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    *,
+    window: int = 0,
+    scale: float = 0.0,
+    softcap: float = 0.0,
 ) -> Array:
     """Return attention over a cache whose slot s holds position s, for queries at `positions`.
 
@@ -88,7 +100,7 @@ def attend_cached(
     if window:
         visible &= slots > query - window
     visible = visible[:, None, None]  # [B, 1, 1, T, S]
-    return _by_token(_weigh(*_by_head(q, k, v), visible, softcap=softcap))
+    return _by_token(_weigh(*_by_head(q, k, v), visible, scale=scale, softcap=softcap))
 
 
 def default_impl(q: Array, *, plain: bool, unmasked: bool) -> Impl:
@@ -104,13 +116,19 @@ def default_impl(q: Array, *, plain: bool, unmasked: bool) -> Impl:
 
 
 def _dot_product(
-    q: Array, k: Array, v: Array, segment_ids: Array | None, window: int, impl: str
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array | None,
+    window: int,
+    scale: float,
+    impl: str,
 ) -> Array:
     mask = None
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]  # [B, 1, T, S]
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True,
+        q, k, v, mask=mask, is_causal=True, scale=scale or None,
         local_window_size=(window - 1, 0) if window else None,
         implementation="cudnn" if impl == "cudnn" else "xla",
     )  # fmt: skip
@@ -122,6 +140,7 @@ def _weigh(
     v: Array,
     visible: Array,
     *,
+    scale: float = 0.0,
     softcap: float = 0.0,
     dropout: float = 0.0,
     dropout_keys: Array | None = None,
@@ -132,7 +151,7 @@ def _weigh(
     B, K, G, t, H = q.shape
     # Products of plain matrices, the queries of a group below each other: with G and t apart,
     # XLA:CPU transposes for dK and dV, and 4 of 16 products of two layers miss oneDNN.
-    q = (q * jnp.asarray(H**-0.5, q.dtype)).reshape(B, K, G * t, H)
+    q = (q * jnp.asarray(scale or H**-0.5, q.dtype)).reshape(B, K, G * t, H)
     scores = jnp.einsum("bkrh,bksh->bkrs", q, k).astype(jnp.float32)
     scores = scores.reshape(B, K, G, t, -1)
     if softcap:

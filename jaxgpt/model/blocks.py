@@ -1,4 +1,4 @@
-"""One transformer block: normalisation, attention sub-layer, MLP sub-layer, residual sums.
+"""One transformer block: normalisation, attention sub-layer, MLP or experts, residual sums.
 
 x is the residual stream [B, T, D]. Matrix products take and give the compute dtype; normalisation,
 activations, biases and rotations are float32 inside. A block knows nothing of the other layers.
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.model import moe
+from jaxgpt.model.activations import ACTIVATIONS
 from jaxgpt.model.attention import Impl, attend, attend_cached
 from jaxgpt.model.cache import KVCache, read, write
 from jaxgpt.model.params import LayerParams
@@ -22,15 +24,6 @@ from jaxgpt.model.positions import rotate
 Array = jax.Array
 # Where dropout acts: on the embeddings, then at three sites of each layer.
 EMBED_SITE, ATTENTION_SITE, ATTENTION_OUT_SITE, MLP_OUT_SITE, SITES_PER_LAYER = 0, 1, 2, 3, 3
-
-ACTIVATIONS = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "swiglu": jax.nn.silu,  # of the gate
-    "geglu": lambda x: jax.nn.gelu(x, approximate=True),  # of the gate; tanh form, as Gemma's
-}
 
 
 @dataclass(frozen=True)
@@ -42,9 +35,11 @@ class Call:
     fused: bool  # one matrix product for queries, keys and values
     constrain: Callable[[Array, tuple[str | None, ...]], Array]
     phases: tuple[Array, Array] | None  # RoPE cos and sin, float32 [..., T, 1, H/2]
+    local_phases: tuple[Array, Array] | None  # those of blocks with a window
     segment_ids: Array | None  # [B, T]
     positions: Array | None  # [B, T]; set only with a cache
     dropout_keys: Array | None  # [sites, B]
+    weights: Array | None  # [B, T] float32, of the loss; None: not in training
 
 
 def block(
@@ -52,11 +47,13 @@ def block(
     p: LayerParams,
     x: Array,
     layer: int | Array,
+    window: int,
     cache: KVCache | None,
     call: Call,
-) -> tuple[Array, KVCache | None]:
+) -> tuple[Array, KVCache | None, moe.RouterSums | None]:
     """Return the residual stream after the block numbered `layer` (from 0), and the cache.
 
+    `window` is the block's own (0: none). The third result is that of `moe.mlp`.
     `pre`: x + f(norm x). `post`: norm(x + f(x)), the original transformer. `sandwich`:
     x + norm(f(norm x)). Dropout acts just before the sum.
     """
@@ -64,33 +61,36 @@ def block(
     attn_norm, mlp_norm = (p.attn_norm, p.attn_norm_bias), (p.mlp_norm, p.mlp_norm_bias)
     with jax.named_scope("attention"):
         h = x if post else norm(cfg, x, *attn_norm, call.dtype)
-        h, cache = _attention(cfg, p, h, layer, cache, call)
+        h, cache = _attention(cfg, p, h, layer, window, cache, call)
         if p.attn_post_norm is not None:
             h = norm(cfg, h, p.attn_post_norm, p.attn_post_norm_bias, call.dtype)
         x = x + drop(cfg, h, keys_at(call, layer, ATTENTION_OUT_SITE)).astype(x.dtype)
         x = norm(cfg, x, *attn_norm, x.dtype) if post else x
     with jax.named_scope("mlp"):
         h = x if post else norm(cfg, x, *mlp_norm, call.dtype)
-        h = _mlp(cfg, p, h, call)
+        h, router = _mlp(cfg, p, h, call)
         if p.mlp_post_norm is not None:
             h = norm(cfg, h, p.mlp_post_norm, p.mlp_post_norm_bias, call.dtype)
         x = x + drop(cfg, h, keys_at(call, layer, MLP_OUT_SITE)).astype(x.dtype)
         x = norm(cfg, x, *mlp_norm, x.dtype) if post else x
-    return call.constrain(x, ("batch", "seq", None)), cache
+    return call.constrain(x, ("batch", "seq", None)), cache, router
 
 
 def norm(cfg: ModelConfig, x: Array, scale: Array, bias: Array | None, dtype: DTypeLike) -> Array:
     """Return LayerNorm or RMSNorm of the last axis, computed in float32, in `dtype`."""
-    return _normalise(x, scale, bias, cfg.norm == "layernorm", cfg.norm_eps, dtype)
-
-
-def _normalise(
-    x: Array, scale: Array, bias: Array | None, centred: bool, eps: float, dtype: DTypeLike
-) -> Array:
     x = x.astype(jnp.float32)
-    if centred:
+    if cfg.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale
+    return _scaled(cfg, x, scale, bias, dtype)
+
+
+def _scaled(
+    cfg: ModelConfig, x: Array, scale: Array, bias: Array | None, dtype: DTypeLike
+) -> Array:
+    """Return RMSNorm of the last axis: of x with its mean taken off, it is LayerNorm."""
+    x = x.astype(jnp.float32)
+    scale = 1.0 + scale.astype(jnp.float32) if cfg.norm_plus_one else scale
+    x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + cfg.norm_eps) * scale
     return (x if bias is None else x + bias).astype(dtype)
 
 
@@ -99,16 +99,18 @@ def _attention(
     p: LayerParams,
     h: Array,
     layer: int | Array,
+    window: int,
     cache: KVCache | None,
     call: Call,
 ) -> tuple[Array, KVCache | None]:
     q, k, v = _project(p, h.astype(call.dtype), call)
     if p.q_norm is not None:
-        q = _normalise(q, p.q_norm, None, False, cfg.norm_eps, call.dtype)
-        k = _normalise(k, p.k_norm, None, False, cfg.norm_eps, call.dtype)
-    if call.phases is not None:
-        q, k = rotate(q, call.phases), rotate(k, call.phases)
-    limits = {"window": cfg.sliding_window, "softcap": cfg.attn_softcap}
+        q = _scaled(cfg, q, p.q_norm, None, call.dtype)
+        k = _scaled(cfg, k, p.k_norm, None, call.dtype)
+    phases = call.local_phases if window else call.phases
+    if phases is not None:
+        q, k = rotate(q, phases), rotate(k, phases)
+    limits = {"window": window, "scale": cfg.attn_scale, "softcap": cfg.attn_softcap}
     if cache is not None:
         cache = write(cache, layer, call.positions, k, v)
         k, v = read(cache, layer, call.dtype)
@@ -143,16 +145,38 @@ def _project(p: LayerParams, h: Array, call: Call) -> list[Array]:
     ]
 
 
-def _mlp(cfg: ModelConfig, p: LayerParams, h: Array, call: Call) -> Array:
+def _mlp(
+    cfg: ModelConfig, p: LayerParams, h: Array, call: Call
+) -> tuple[Array, moe.RouterSums | None]:
     h = h.astype(call.dtype)
-    up = linear(h, p.w_up, p.b_up, call.dtype).astype(jnp.float32)
-    activate = ACTIVATIONS[cfg.mlp]
-    if p.w_gate is None:
-        hidden = activate(up)
+    if cfg.num_experts:
+        out, router = moe.mlp(
+            cfg, p, h, weights=call.weights, segment_ids=call.segment_ids, constrain=call.constrain
+        )
+        if p.shared_up is not None:
+            shared = (p.shared_gate, None), (p.shared_up, None), (p.shared_down, None)
+            out = out + _dense(cfg, h, *shared, call)
+        return out, router
+    return _dense(cfg, h, (p.w_gate, p.b_gate), (p.w_up, p.b_up), (p.w_down, p.b_down), call), None
+
+
+def _dense(
+    cfg: ModelConfig,
+    h: Array,
+    gate: tuple[Array | None, Array | None],
+    up: tuple[Array, Array | None],
+    down: tuple[Array, Array | None],
+    call: Call,
+) -> Array:
+    """Return an MLP of h [B, T, D]; gate, up and down are (matrix, bias)."""
+    hidden = linear(h, *up, call.dtype).astype(jnp.float32)
+    if gate[0] is None:
+        hidden = ACTIVATIONS[cfg.mlp](hidden)
     else:
-        hidden = activate(linear(h, p.w_gate, p.b_gate, call.dtype).astype(jnp.float32)) * up
+        gated = linear(h, *gate, call.dtype).astype(jnp.float32)
+        hidden = ACTIVATIONS[cfg.mlp](gated) * hidden
     hidden = call.constrain(hidden.astype(call.dtype), ("batch", "seq", "mlp"))
-    return linear(hidden, p.w_down, p.b_down, call.dtype)
+    return linear(hidden, *down, call.dtype)
 
 
 def linear(x: Array, w: Array, bias: Array | None, dtype: DTypeLike) -> Array:

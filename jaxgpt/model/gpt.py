@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,20 @@ from jaxgpt.model import params as parameters
 from jaxgpt.model.attention import Impl
 from jaxgpt.model.blocks import EMBED_SITE, SITES_PER_LAYER, Call, block, drop, keys_at, norm
 from jaxgpt.model.cache import KVCache
+from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import LayerParams, Params
 from jaxgpt.model.positions import restart, rope_phases, sinusoids
 
 Array = jax.Array
 Constrain = Callable[[Array, tuple[str | None, ...]], Array]
+
+
+class Forward(NamedTuple):
+    """What training needs of a forward pass."""
+
+    hidden: Array  # [B, T, D], what the head is applied to
+    taps: dict[int, Array]  # {block: [B, T, D]} of `cfg.aux_layers` (from 1), ready for the head
+    router: RouterSums | None  # leaves [L, ...]; None for dense MLPs
 
 
 def init(cfg: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -63,34 +73,37 @@ def hidden(
     last; see `model.cache` for padded prompts. Neither segments nor dropout go with a cache:
     ValueError. `impl` chooses the attention (`model.attention`), None the fastest here.
     """
-    stream, _, cache = _forward(
+    stream, _, cache, _ = _forward(
         cfg, params, tokens, segment_ids, positions, cache, dtype, dropout_key, impl, constrain
     )
     out = _final_norm(cfg, params, stream, dtype)
     return out if cache is None else (out, cache)
 
 
-def hidden_and_taps(
+def forward(
     cfg: ModelConfig,
     params: Params,
     tokens: Array,
     *,
+    weights: Array | None = None,
     segment_ids: Array | None = None,
     positions: Array | None = None,
     dtype: DTypeLike = jnp.float32,
     dropout_key: Array | None = None,
     impl: Impl | None = None,
     constrain: Constrain | None = None,
-) -> tuple[Array, dict[int, Array]]:
-    """Return `hidden`, and for each block of `cfg.aux_layers` (from 1) its own, {block: [B, T, D]}.
+) -> Forward:
+    """Return `hidden`, the same of the blocks of `cfg.aux_layers`, and the sums of the routers.
 
     A tap passes the same last normalisation as the final hidden state, so that one head fits all.
+    `weights` [B, T] are those of the loss: routers count with them; without them, None.
     """
-    stream, taps, _ = _forward(
-        cfg, params, tokens, segment_ids, positions, None, dtype, dropout_key, impl, constrain
-    )
+    stream, taps, _, router = _forward(
+        cfg, params, tokens, segment_ids, positions, None, dtype, dropout_key, impl, constrain,
+        weights,
+    )  # fmt: skip
     finish = partial(_final_norm, cfg, params, dtype=dtype)
-    return finish(stream), {layer: finish(tap) for layer, tap in taps.items()}
+    return Forward(finish(stream), {layer: finish(tap) for layer, tap in taps.items()}, router)
 
 
 def apply(
@@ -130,17 +143,21 @@ def flops_per_token(cfg: ModelConfig, causal: bool) -> float:
     not tied to it (a lookup, not a product); biases and norms, under 0.1 %, are counted. Two
     operations per parameter forward and four backward (Kaplan et al. 2020). The second term is
     the two products of attention over S keys: S = T or, if `causal`, the T / 2 seen on average;
-    with a sliding window w < T, S = w or w - w² / 2T (PaLM, appendix B). Recomputation,
-    normalisation, softmax and the optimiser are not counted.
+    with a sliding window w < T, S = w or w - w² / 2T (PaLM, appendix B). Of E experts the k that a
+    token is sent to count. Recomputation, normalisation, softmax and the optimiser are not counted.
     """
     specs = parameters.specs(cfg)
     looked_up = [specs.pos_embed, None if cfg.tie_embeddings else specs.embed]
     products = parameters.count(specs) - parameters.count(looked_up)
-    T = cfg.seq_len
-    seen = min(cfg.sliding_window or T, T)
-    if causal:
-        seen -= seen**2 / (2 * T)
-    return 6 * products + 12 * cfg.num_layers * cfg.num_heads * cfg.head_width * seen
+    if cfg.num_experts:
+        layers = specs.layers if isinstance(specs.layers, tuple) else (specs.layers,)
+        experts = parameters.count([(p.w_gate, p.w_up, p.w_down) for p in layers])
+        products -= experts * (1 - cfg.experts_per_token / cfg.num_experts)
+    T, keys = cfg.seq_len, 0.0
+    for layer in range(cfg.num_layers):
+        seen = min(cfg.window(layer) or T, T)
+        keys += seen - seen**2 / (2 * T) if causal else seen
+    return 6 * products + 12 * cfg.num_heads * cfg.head_width * keys
 
 
 def _forward(
@@ -154,8 +171,9 @@ def _forward(
     dropout_key: Array | None,
     impl: Impl | None,
     constrain: Constrain | None,
-) -> tuple[Array, dict[int, Array], KVCache | None]:
-    """Return the residual stream after the last block, those of `aux_layers`, and the cache."""
+    weights: Array | None = None,
+) -> tuple[Array, dict[int, Array], KVCache | None, RouterSums | None]:
+    """Return the residual stream after the last block, those of `aux_layers`, cache and sums."""
     if cache is not None and (segment_ids is not None or dropout_key is not None):
         raise ValueError(
             "a KV cache holds one document per row and is for inference: no "
@@ -166,22 +184,26 @@ def _forward(
         positions = cache.length[:, None] + jnp.arange(T)  # [B, T]
     elif positions is None:
         positions = jnp.arange(T) if segment_ids is None else restart(segment_ids)  # [T] or [B, T]
+    phases = rope_phases(cfg, positions) if cfg.positions == "rope" else None
+    local = phases is not None and cfg.rope_local_base > 0
     call = Call(
         dtype=dtype,
         impl=impl,
         # With a cache, a step of one id would copy every weight to fuse them: 5 times slower.
         fused=cache is None and (impl or jax.default_backend()) in ("blocks", "cpu"),
         constrain=constrain or (lambda x, axes: x),
-        phases=rope_phases(cfg, positions) if cfg.positions == "rope" else None,
+        phases=phases,
+        local_phases=rope_phases(cfg, positions, local=True) if local else phases,
         segment_ids=segment_ids,
         positions=positions if cache is not None else None,
         dropout_keys=_dropout_keys(cfg, dropout_key, B) if cfg.dropout else None,
+        weights=weights,
     )
     x = _embed(cfg, params, tokens, positions, call)
-    x, taps, cache = _blocks(cfg, params.layers, x, cache, call)
+    x, taps, cache, router = _blocks(cfg, params.layers, x, cache, call)
     if cache is not None:
         cache = cache.replace(length=jnp.asarray(positions[:, -1] + 1, jnp.int32))
-    return x, taps, cache
+    return x, taps, cache, router
 
 
 def _embed(cfg: ModelConfig, params: Params, tokens: Array, positions: Array, call: Call) -> Array:
@@ -204,29 +226,63 @@ def _blocks(
     x: Array,
     cache: KVCache | None,
     call: Call,
-) -> tuple[Array, dict[int, Array], KVCache | None]:
+) -> tuple[Array, dict[int, Array], KVCache | None, RouterSums | None]:
     """Run all blocks: a loop over a tuple of layers, or scans over stacked ones between taps."""
 
-    def run(carry: tuple, layer: tuple[int | Array, LayerParams]) -> tuple[tuple, None]:
-        (x, cache), (index, p) = carry, layer
-        return block(cfg, p, x, index, cache, call), None
+    def run(carry: tuple, index: int | Array, p: LayerParams, window: int) -> tuple[tuple, Any]:
+        x, cache, router = block(cfg, p, carry[0], index, window, carry[1], call)
+        return (x, cache), router
 
     if cfg.remat == "full":
-        run = jax.checkpoint(run, prevent_cse=isinstance(layers, tuple))
-    carry, taps, start = (x, cache), {}, 0
+        run = jax.checkpoint(run, prevent_cse=isinstance(layers, tuple), static_argnums=3)
+    carry, taps, sums, start = (x, cache), {}, [], 0
     for stop in sorted({*cfg.aux_layers, cfg.num_layers}):
         if isinstance(layers, tuple):
             for index in range(start, stop):
-                carry, _ = run(carry, (index, layers[index]))
+                carry, router = run(carry, index, layers[index], cfg.window(index))
+                sums.append(jax.tree.map(lambda leaf: leaf[None], router))
         else:
-            part = layers
-            if stop - start < cfg.num_layers:
-                part = jax.tree.map(lambda w, a=start, b=stop: w[a:b], layers)
-            carry, _ = jax.lax.scan(run, carry, (jnp.arange(start, stop), part))
+            carry, parts = _scan(cfg, run, carry, layers, start, stop)
+            sums += parts
         if stop in cfg.aux_layers:
             taps[stop] = carry[0]
         start = stop
-    return carry[0], taps, carry[1]
+    router = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums)
+    return carry[0], taps, carry[1], router
+
+
+def _scan(
+    cfg: ModelConfig, run: Callable, carry: tuple, layers: LayerParams, start: int, stop: int
+) -> tuple[tuple, list[RouterSums | None]]:
+    """Scan over the stacked layers [start, stop), in groups within which windows repeat."""
+    period = cfg.global_every if cfg.sliding_window and cfg.global_every else 1
+    groups = (stop - start) // period
+
+    def group(carry: tuple, part: tuple[Array, LayerParams]) -> tuple[tuple, Any]:
+        indices, p = part
+        found = []
+        for j in range(period):
+            one = jax.tree.map(lambda w, j=j: w[j], p) if period > 1 else p
+            index = indices[j] if period > 1 else indices
+            carry, router = run(carry, index, one, cfg.window(start + j))
+            found.append(router)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+
+    def grouped(w: Array) -> Array:
+        part = w if stop - start == len(w) else w[start:stop]
+        part = part if groups * period == len(part) else part[: groups * period]
+        return part.reshape(groups, period, *w.shape[1:]) if period > 1 else part
+
+    sums = []
+    if groups:
+        indices = grouped(jnp.arange(cfg.num_layers))
+        carry, found = jax.lax.scan(group, carry, (indices, jax.tree.map(grouped, layers)))
+        sums.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found))
+    for index in range(start + groups * period, stop):
+        one = jax.tree.map(lambda w, i=index: w[i], layers)
+        carry, router = run(carry, index, one, cfg.window(index))
+        sums.append(jax.tree.map(lambda leaf: leaf[None], router))
+    return carry, sums
 
 
 def _final_norm(cfg: ModelConfig, params: Params, x: Array, dtype: DTypeLike) -> Array:

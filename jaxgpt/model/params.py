@@ -33,11 +33,16 @@ class LayerParams:
     wk: Array  # [D, K, H]
     wv: Array  # [D, K, H]
     wo: Array  # [N, H, D]
-    w_up: Array  # [D, F]
-    w_down: Array  # [F, D]
+    w_up: Array  # [D, F]; of experts [E, D, F]
+    w_down: Array  # [F, D]; of experts [E, F, D]
     attn_norm: Array  # [D]
     mlp_norm: Array  # [D]
-    w_gate: Array | None = None  # [D, F], gated MLPs
+    w_gate: Array | None = None  # [D, F], gated MLPs; of experts [E, D, F]
+    router: Array | None = None  # [D, E], experts
+    router_bias: Array | None = None  # [E], moved by the load of experts, not by a gradient
+    shared_gate: Array | None = None  # [D, F], MLP that every token passes besides its experts
+    shared_up: Array | None = None  # [D, F]
+    shared_down: Array | None = None  # [F, D]
     attn_norm_bias: Array | None = None  # [D], LayerNorm with bias
     mlp_norm_bias: Array | None = None  # [D]
     attn_post_norm: Array | None = None  # [D], sandwich placement
@@ -72,8 +77,9 @@ class ParamSpec:
     """Shape, logical axis names and initial distribution of one parameter.
 
     `init` is ("normal", deviation), ("uniform", b) for [-b, b], or ("constant", value).
-    Axis names: vocab, embed, heads, kv_heads, head_dim, mlp, layers; norm for a vector along D or
-    H that is never worth splitting; None for the table of positions.
+    Axis names: vocab, embed, heads, kv_heads, head_dim, mlp, experts, layers; norm for a vector
+    along D, H or E that is never worth splitting; None for the table of positions and for the
+    router's experts.
     """
 
     shape: tuple[int, ...]
@@ -126,8 +132,20 @@ def _layer(cfg: ModelConfig) -> LayerParams:
     depth = 1 / math.sqrt(2 * cfg.num_layers) if cfg.init_depth_scale else 1.0
     zeros, sandwich = ("constant", 0.0), cfg.norm_placement == "sandwich"
     attn_norm, attn_norm_bias = _norm(cfg)
-    head_scale = ParamSpec((H,), ("norm",), ("constant", 1.0)) if cfg.qk_norm else None
-    up = ParamSpec((D, F), ("embed", "mlp"), _matrix(cfg, D, F))
+    head_scale = ParamSpec((H,), ("norm",), _unit_scale(cfg)) if cfg.qk_norm else None
+    E, Fe, Fs = cfg.num_experts, cfg.expert_width, cfg.shared_dim
+
+    def mlp(F: int, experts: int = 0) -> tuple[ParamSpec, ParamSpec]:
+        """Return the specs of the matrices into and out of an MLP, or of those of all experts."""
+        lead, axes = ((experts,), ("experts",)) if experts else ((), ())
+        return (
+            ParamSpec((*lead, D, F), (*axes, "embed", "mlp"), _matrix(cfg, D, F)),
+            ParamSpec((*lead, F, D), (*axes, "mlp", "embed"), _matrix(cfg, F, D, depth)),
+        )
+
+    up, down = mlp(Fe if E else F, E)
+    shared_up, shared_down = mlp(Fs) if Fs else (None, None)
+    router = ParamSpec((D, E), ("embed", None), _matrix(cfg, D, E)) if E else None
 
     def bias(present: bool, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec | None:
         return ParamSpec(shape, axes, zeros) if present else None
@@ -151,7 +169,12 @@ def _layer(cfg: ModelConfig) -> LayerParams:
         mlp_norm_bias=attn_norm_bias,
         w_gate=up if cfg.gated else None,
         w_up=up,
-        w_down=ParamSpec((F, D), ("mlp", "embed"), _matrix(cfg, F, D, depth)),
+        w_down=down,
+        router=router,
+        router_bias=bias(cfg.router_bias and E > 0, (E,), ("norm",)),
+        shared_gate=shared_up if cfg.gated else None,
+        shared_up=shared_up,
+        shared_down=shared_down,
         b_gate=bias(cfg.mlp_bias and cfg.gated, (F,), ("mlp",)),
         b_up=bias(cfg.mlp_bias, (F,), ("mlp",)),
         b_down=bias(cfg.mlp_bias, (D,), ("norm",)),
@@ -162,10 +185,14 @@ def _layer(cfg: ModelConfig) -> LayerParams:
 
 def _norm(cfg: ModelConfig) -> tuple[ParamSpec, ParamSpec | None]:
     """Return scale and bias; RMSNorm never has a bias, whatever `norm_bias` says."""
-    scale = ParamSpec((cfg.embed_dim,), ("norm",), ("constant", 1.0))
+    scale = ParamSpec((cfg.embed_dim,), ("norm",), _unit_scale(cfg))
     if cfg.norm != "layernorm" or not cfg.norm_bias:
         return scale, None
     return scale, ParamSpec((cfg.embed_dim,), ("norm",), ("constant", 0.0))
+
+
+def _unit_scale(cfg: ModelConfig) -> tuple[Literal["constant"], float]:
+    return "constant", 0.0 if cfg.norm_plus_one else 1.0
 
 
 def _matrix(

@@ -34,20 +34,25 @@ def sinusoids(positions: Array, embed_dim: int) -> Array:
     return pairs.reshape(*positions.shape, embed_dim)
 
 
-def rope_frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
+def rope_frequencies(cfg: ModelConfig, *, local: bool = False) -> tuple[np.ndarray, float]:
     """Return the angles per position [H/2], float32, and the factor on the rotated vectors.
 
-    Without scaling base^(-2i/H) (Su et al. 2021). `llama3` slows wavelengths beyond the original
-    context by rope_factor, keeps short ones, and blends between (Llama 3.1). `yarn` does so by
-    number of rotations, linear in the feature index, and multiplies queries and keys by
-    0.1 ln(factor) + 1 (Peng et al. 2023, eq. 22).
+    Without scaling base^(-2i/H) (Su et al. 2021). `linear` divides all angles by rope_factor (Chen
+    et al. 2023). `llama3` slows wavelengths beyond the original context by rope_factor, keeps short
+    ones, and blends between (Llama 3.1). `yarn` does so by number of rotations, linear in the
+    feature index, and multiplies queries and keys by 0.1 ln(factor) + 1 (Peng et al. 2023, eq. 22).
+    `local`: those of blocks with a window where `rope_local_base` is set (Gemma 3): unscaled.
     """
     H = cfg.head_width
+    if local and cfg.rope_local_base:
+        return np.float32(cfg.rope_local_base ** (-np.arange(0, H, 2) / H)), 1.0
     original_len = cfg.rope_original_len or cfg.seq_len / cfg.rope_factor
     kept = cfg.rope_base ** (-np.arange(0, H, 2) / H)
     slowed = kept / cfg.rope_factor
     if cfg.rope_scaling == "none":
         return np.float32(kept), 1.0
+    if cfg.rope_scaling == "linear":
+        return np.float32(slowed), 1.0
     if cfg.rope_scaling == "llama3":
         rotations = original_len * kept / (2 * math.pi)  # within the original context
         keep = (rotations - cfg.rope_low_freq) / (cfg.rope_high - cfg.rope_low_freq)
@@ -66,9 +71,9 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
     return np.float32(keep * kept + (1 - keep) * slowed), attention_factor
 
 
-def rope_phases(cfg: ModelConfig, positions: Array) -> tuple[Array, Array]:
+def rope_phases(cfg: ModelConfig, positions: Array, *, local: bool = False) -> tuple[Array, Array]:
     """Return cos and sin [..., T, 1, H/2] in float32 of `positions` [..., T]."""
-    frequencies, factor = rope_frequencies(cfg)
+    frequencies, factor = rope_frequencies(cfg, local=local)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 

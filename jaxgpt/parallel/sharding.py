@@ -28,6 +28,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "experts": ("expert",),
     "layers": ("stage",),
     # of activations, whose width is never split, so that norms stay local
     "batch": BATCH_AXES,

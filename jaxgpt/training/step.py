@@ -21,6 +21,7 @@ from jaxgpt.model import gpt
 from jaxgpt.model.params import Params
 from jaxgpt.parallel.mesh import check_batch, platform
 from jaxgpt.parallel.sharding import batch_sharding, constrain, replicated
+from jaxgpt.training import routing
 from jaxgpt.training.audit import rows_digest
 from jaxgpt.training.loss import next_token_sums
 from jaxgpt.training.optimizer import Optimizer
@@ -36,14 +37,18 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Return the state after one update, and its float32 (counters: int32) scalar metrics.
 
-    batch leaves [A, B, T]. The loss is next-token cross-entropy + z-loss + `aux_loss_weight` times
-    that of each block of `model.aux_layers`, per unit of weight. Metrics: `loss_sum` (main
-    cross-entropy, nats) and `weight`, `z_loss_sum` and `aux_loss_sum` where they are switched on
-    (what they add to the loss), `grad_norm` before clipping, `lr`, `finite` (1 or 0), and the
-    state's `skipped`, `skipped_in_row` and `rows_digest`.
+    batch leaves [A, B, T]. The loss is next-token cross-entropy + z-loss + `aux_loss_weights`
+    times that of each block of `model.aux_layers` + the losses of routers, per unit of weight.
+    Metrics: `loss_sum` (main cross-entropy, nats) and `weight`, `z_loss_sum` and `aux_loss_sum`
+    where they are switched on (what they add to the loss), those of `routing`, `grad_norm` before
+    clipping, `lr`, `finite` (1 or 0), and the state's `skipped`, `skipped_in_row` and
+    `rows_digest`.
     """
     grads, sums = gradients(cfg, state.params, batch, state.step, mesh=mesh)
     total, weight = sums.pop("total"), sums["weight"]
+    if cfg.model.num_experts:
+        grads = routing.with_load(grads, sums[routing.LOAD])
+        sums = routing.statistics(sums)
     some = weight > 0
     params, opt_state, stats = optimizer.update(
         grads,
@@ -125,10 +130,11 @@ def _loss(
     """Return (total, sums) of one micro-batch [B, T]."""
     dtype = jnp.dtype(cfg.train.compute_dtype)
     params = _whole_rows(params, mesh)
-    hidden, taps = gpt.hidden_and_taps(
+    hidden, taps, router = gpt.forward(
         cfg.model,
         params,
         batch.tokens,
+        weights=batch.weights,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dtype=dtype,
@@ -152,9 +158,16 @@ def _loss(
     if cfg.train.z_loss:
         sums["z_loss_sum"] = jax.lax.stop_gradient(main.total) - main.nll
     if taps:
-        aux = cfg.train.aux_loss_weight * sum(loss(tap).total for tap in taps.values())
+        weights = cfg.train.aux_loss_weights
+        if len(weights) == 1:
+            weights *= len(taps)
+        each = zip(cfg.model.aux_layers, weights, strict=True)
+        aux = sum(weight * loss(taps[layer]).total for layer, weight in each)
         total = total + aux
         sums["aux_loss_sum"] = aux
+    if router is not None:
+        more, of_router = routing.losses(cfg, router)
+        total, sums = total + more, sums | of_router
     return total, sums | {"total": total}
 
 

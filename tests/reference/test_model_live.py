@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model import gpt
+from jaxgpt.model.activations import ACTIVATIONS
 from jaxgpt.model.attention import attend
-from jaxgpt.model.blocks import ACTIVATIONS, norm
+from jaxgpt.model.blocks import norm
 from jaxgpt.model.positions import rope_frequencies, rope_phases, rotate
 
 GOLDEN = Path(make_hf.__file__).parent
