@@ -130,6 +130,7 @@ def build_parser() -> Parser:
     sub.add_argument("--batch", type=whole(0), default=0,
                      help="rows at once; never changes the result; 0: as in training")  # fmt: skip
     sub.add_argument("--max-rows", type=whole(0), default=0, help="rows per set; 0: all")
+    add_weight_options(sub)
 
     sub = verb(verbs, "generate", "write text with a checkpoint")
     sub.add_argument("run", help="run folder, or one step folder in its ckpt/")
@@ -147,7 +148,46 @@ def build_parser() -> Parser:
     sub.add_argument("--window", action="store_true",
                      help="past the context, go on with the most recent tokens")  # fmt: skip
     sub.add_argument("--ignore-eos", action="store_true", help="do not stop at end-of-text")
+    add_weight_options(sub)
+
+    add_hf_verbs(verb, verbs.add_parser("hf", help="Hugging Face models in and out"))
     return parser
+
+
+def add_hf_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
+    """Add what `jaxgpt hf` can do to its parser."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    sub = verb(actions, "import", "make a run of a Hugging Face folder, to evaluate or start from")
+    sub.add_argument("directory", metavar="DIR",
+                     help="folder with config.json, *.safetensors, tokenizer files")  # fmt: skip
+    sub.add_argument("run", metavar="RUN", help="run folder to make")
+    sub.add_argument("--dtype", choices=("float32", "bfloat16", "stored"), default="stored",
+                     help="of the weights in the run; default: as they are stored")  # fmt: skip
+
+    sub = verb(actions, "export", "write a checkpoint as a folder that transformers loads")
+    sub.add_argument("run", metavar="RUN", help="run folder, or one step folder in its ckpt/")
+    sub.add_argument("directory", metavar="DIR", help="folder to make")
+    sub.add_argument("--step", type=whole(0), help="checkpoint step; default: the newest")
+    sub.add_argument("--dtype", choices=("float32", "bfloat16", "stored"), default="stored",
+                     help="of the tensors; default: as in the checkpoint")  # fmt: skip
+    sub.add_argument("--weights", choices=("ema", "last"),
+                     help="their moving average, or those after the last update; default: the "
+                     "average where the checkpoint holds one")  # fmt: skip
+    sub.add_argument("--verify", choices=("full", "twin", "none"), default="full",
+                     help="what transformers must agree on: the model, a tiny one of the same "
+                     "configuration, or nothing")  # fmt: skip
+    sub.add_argument("--shard-bytes", type=whole(1), default=5 << 30, metavar="N",
+                     help="about the size of a file of weights; default: 5 GiB")  # fmt: skip
+
+
+def add_weight_options(sub: Parser) -> None:
+    """Add which weights of a checkpoint are used, and how they are computed with."""
+    sub.add_argument("--weights", choices=("ema", "last"),
+                     help="their moving average, or those after the last update; default: the "
+                     "average where the checkpoint holds one")  # fmt: skip
+    sub.add_argument("--dtype", choices=("float32", "bfloat16"),
+                     help="of matmul inputs; default: train.compute_dtype of the run")  # fmt: skip
 
 
 def add_data_verbs(verb: Callable[..., Parser], parser: Parser) -> None:

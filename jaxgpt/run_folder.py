@@ -22,6 +22,7 @@ RUN_FILES = (
     "config.toml",
     "tokenizer.model",
     "samples.jsonl",
+    "hf",
 )
 
 

@@ -228,7 +228,7 @@ class OptimConfig:
     name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = opt(
         "adamw", "optimiser; muon moves matrices, and AdamW the rest"
     )
-    lr: float = opt(1e-3, "peak learning rate")
+    lr: float = opt(1e-3, "peak learning rate; adafactor: relative to the weights' size")
     schedule: Literal["cosine", "wsd", "linear", "inverse_sqrt", "constant"] = opt(
         "cosine", "shape after warm-up"
     )
@@ -238,7 +238,7 @@ class OptimConfig:
     decay_shape: Literal["linear", "sqrt", "cosine"] = opt("linear", "wsd: shape of the decay")
     end_lr_ratio: float = opt(0.1, "final learning rate as a share of lr", "fraction")
     weight_decay: float = opt(0.1, "decoupled weight decay (matrices only)")
-    beta1: float = opt(0.9, "decay of the first moment")
+    beta1: float = opt(0.9, "decay of the first moment; muon, sgd: momentum; adafactor: unused")
     beta2: float = opt(0.95, "decay of the second moment")
     eps: float = opt(1e-8, "added to the root of the second moment")
     clip_norm: float = opt(1.0, "global gradient norm is clipped to this; 0: off")

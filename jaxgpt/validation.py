@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jaxgpt import ramp
+
 if TYPE_CHECKING:
     from jaxgpt.config import Config
 
@@ -47,13 +49,21 @@ SHARES = {
 POSITIVE = {"model": {"norm_eps", "rope_base", "rope_factor"}, "optim": {"eps"}}
 MAX_SEQ_LEN = 1 << 24
 MAX_SEED = (1 << 32) - 1  # JAX keys take 32 bits: seed 2**32 would silently be seed 0
+# Fields that are the decay of a stored moment, by optimiser; 8 bits of bfloat16 hold a change of
+# 2^-8 or more.
+MOMENTS: dict[str, tuple[str, ...]] = {
+    "adamw": ("beta1", "beta2"), "muon": ("beta1", "beta2"), "lion": ("beta2",), "sgd": ("beta1",),
+    "adafactor": (),
+}  # fmt: skip
+BF16_RESOLUTION = 2**-8
+GROUP_KEYS = ("lr", "weight_decay")
 CHANGEABLE = ("data", "mixture", "tokenizer", "seed", "optim")
 
 
 def problems_of(cfg: Config) -> list[str]:
     """Return one line for each value or combination that cannot work."""
     model = [*_model(cfg), *_experts(cfg)]
-    return [*_ranges(cfg), *model, *_data(cfg), *_training(cfg), *_rest(cfg)]
+    return [*_ranges(cfg), *model, *_data(cfg), *_training(cfg), *_optim(cfg), *_rest(cfg)]
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -162,22 +172,72 @@ def _data(cfg: Config) -> Iterator[str]:
 
 def _training(cfg: Config) -> Iterator[str]:
     t, o = cfg.train, cfg.optim
-    if t.micro_batch and t.global_batch % t.micro_batch:
+    for rows, key in ramp.batch_sizes(t).items():
+        if t.micro_batch > 0 and rows % t.micro_batch:
+            yield f"{key} = {rows} is not a multiple of train.micro_batch = {t.micro_batch}"
+    wrong = list(_batch_ramp(cfg))
+    yield from wrong
+    if wrong or t.global_batch < 1 or cfg.model.seq_len < 1:
+        return  # already reported; steps cannot be counted
+    steps, warmup = num_steps(cfg), warmup_steps(cfg)
+    asked = f"optim.warmup_steps = {warmup}"
+    if not o.warmup_steps:
+        asked = f"optim.warmup_tokens = {o.warmup_tokens} ({warmup} steps)"
+    if steps > 0 and warmup > steps:
+        yield f"{asked} is longer than the run, train.num_steps = {steps}"
+    if steps > 0 and o.schedule == "wsd" and warmup + o.decay_steps > steps:
         yield (
-            f"train.global_batch = {t.global_batch} is not a multiple of "
-            f"train.micro_batch = {t.micro_batch}"
-        )
-    steps = num_steps(cfg)
-    if steps > 0 and o.warmup_steps > steps:
-        yield (
-            f"optim.warmup_steps = {o.warmup_steps} is longer than the run, "
-            f"train.num_steps = {steps}"
-        )
-    if steps > 0 and o.schedule == "wsd" and o.warmup_steps + o.decay_steps > steps:
-        yield (
-            f"optim.warmup_steps = {o.warmup_steps} and optim.decay_steps = {o.decay_steps} "
+            f"{asked} and optim.decay_steps = {o.decay_steps} "
             f"do not fit in train.num_steps = {steps}"
         )
+
+
+def _optim(cfg: Config) -> Iterator[str]:
+    o = cfg.optim
+    if o.schedule != "wsd":
+        for key, usual in (("decay_steps", 0), ("decay_shape", "linear")):
+            if (value := getattr(o, key)) != usual:
+                yield f'optim.{key} = {value}: needs optim.schedule = "wsd"'
+    if o.moment_dtype == "bfloat16":
+        if o.name == "adafactor":
+            yield (
+                'optim.moment_dtype = "bfloat16": Adafactor\'s moments change by ever smaller '
+                "shares, which bfloat16 would round away; use float32 (they are small)"
+            )
+        for key in MOMENTS[o.name]:
+            if (left := 1 - getattr(o, key)) <= BF16_RESOLUTION:
+                yield (
+                    f"optim.{key} = {getattr(o, key)}: a moment in bfloat16 would not move by a "
+                    f"share of {left:.3g}; use at most {1 - 2 * BF16_RESOLUTION:.4g}, or "
+                    'optim.moment_dtype = "float32"'
+                )
+    for pattern, group in o.groups.items():
+        key = f"optim.groups[{pattern!r}]"
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"{key}: not a regular expression: {error}"
+        if not group:
+            yield f"{key} is empty: give it lr or weight_decay"
+        for name, value in group.items():
+            if name not in GROUP_KEYS:
+                yield f"{key} has {name!r}: choose from {', '.join(GROUP_KEYS)}"
+            elif not 0 <= value < float("inf"):
+                yield f"{key}.{name} = {value}: must be at least 0 and finite"
+
+
+def _batch_ramp(cfg: Config) -> Iterator[str]:
+    before = 0
+    for tokens, rows in cfg.train.batch_ramp.items():
+        key = f"train.batch_ramp[{tokens!r}]"
+        if len(tokens) > 18 or not re.fullmatch("[1-9][0-9]*(_[0-9]+)*", tokens, re.ASCII):
+            yield f"{key}: a batch holds until a number of tokens, a whole number of at least 1"
+        elif int(tokens) <= before:
+            yield f"{key}: must come after {before:_} tokens, in the order of the run"
+        else:
+            before = int(tokens)
+        if rows < 1:
+            yield f"{key} = {rows}: must be at least 1"
 
 
 def _rest(cfg: Config) -> Iterator[str]:
@@ -203,6 +263,12 @@ def num_steps(cfg: Config, done: int = 0, position: int = 0) -> int:
     """
     if cfg.train.num_steps or not cfg.train.num_tokens:
         return cfg.train.num_steps
-    tokens_per_step = max(1, cfg.train.global_batch * cfg.model.seq_len)
-    left = cfg.train.num_tokens - position * cfg.model.seq_len
-    return done + max(0, -(-left // tokens_per_step))
+    end = -(-cfg.train.num_tokens // cfg.model.seq_len)
+    return ramp.steps_until(ramp.spans(cfg, done, position), end)
+
+
+def warmup_steps(cfg: Config) -> int:
+    """Return the updates of the warm-up: optim.warmup_steps, or warmup_tokens in whole steps."""
+    if cfg.optim.warmup_steps or not cfg.optim.warmup_tokens:
+        return cfg.optim.warmup_steps
+    return ramp.steps_until(ramp.spans(cfg), -(-cfg.optim.warmup_tokens // cfg.model.seq_len))

@@ -14,7 +14,9 @@ from jaxgpt.model import attention
 from jaxgpt.model.attention import BLOCK, attend_cached, default_impl
 
 # Compiled as a whole: run op by op, these tests would compile ten times as much.
-attend = jax.jit(attention.attend, static_argnames=("window", "softcap", "dropout", "impl"))
+attend = jax.jit(
+    attention.attend, static_argnames=("window", "scale", "softcap", "dropout", "impl")
+)
 B, T, H = 2, 150, 8  # one whole block of 128 rows and a part of one
 SEGMENTS = np.asarray([[1] * 40 + [2] * 93 + [3] * 17, [1] * 140 + [0] * 10])
 CASES = {
@@ -24,7 +26,8 @@ CASES = {
     "window": dict(heads=(4, 2), window=37),
     "segments": dict(heads=(4, 2), segment_ids=SEGMENTS),
     "window and segments": dict(heads=(2, 2), window=30, segment_ids=SEGMENTS),
-    "softcap": dict(heads=(4, 2), softcap=1.5),
+    "scale": dict(heads=(4, 2), scale=0.1),
+    "softcap": dict(heads=(4, 2), scale=0.5, softcap=1.5),
 }
 
 
@@ -34,11 +37,11 @@ def inputs(heads: tuple[int, int], length: int = T, seed: int = 0) -> list[jax.A
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def naive(q, k, v, *, window=0, softcap=0.0, segment_ids=None):
+def naive(q, k, v, *, window=0, scale=0.0, softcap=0.0, segment_ids=None):
     """Return attention as the textbook writes it, one boolean per pair of tokens."""
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
-    scores = jnp.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(q.shape[-1])
+    scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * (scale or 1 / math.sqrt(q.shape[-1]))
     scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
     segments = np.ones((len(q), length)) if segment_ids is None else segment_ids
     sees = np.zeros((len(q), length, length), bool)
@@ -204,7 +207,7 @@ def test_cpu_uses_blocks():
     assert default_impl(jnp.zeros((1, 1, 1, 8)), plain=False, unmasked=False) == "blocks"
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 1.5}])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 1.5}, {"scale": 0.1}])
 def test_cached_attention_of_unequal_positions_equals_the_naive_rows(options):
     q, k, v = inputs((4, 2), length=30)
     positions = jnp.asarray([[11, 12], [3, 4]])

@@ -18,9 +18,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt import config
+from jaxgpt.checkpoint.load import averaged, find_step
 from jaxgpt.checkpoint.store import Checkpointer, find_tokenizer, load_params
 from jaxgpt.config import Config, ModelConfig
-from jaxgpt.errors import DataError, NothingRestorable
+from jaxgpt.errors import ConfigError, DataError, NothingRestorable
 from jaxgpt.model import params
 from jaxgpt.model.params import Params, restack
 
@@ -31,7 +32,7 @@ MODEL = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "vocab_size": 64, "se
 class State:
     step: Any
     params: Params
-    opt_state: tuple[Any, ...]
+    opt_state: Any
 
 
 def make_config(stacked: bool) -> Config:
@@ -156,6 +157,40 @@ def test_parameters_are_cast_when_asked(saved):
     loaded = load_params(saved, dtype=jnp.bfloat16)[1]
     expected = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), make_params(False, 2))
     assert equal(loaded, expected)
+
+
+def save_average(folder: Path, average: Params | None) -> None:
+    cfg = config.to_dict(make_config(False))
+    checkpointer = Checkpointer(folder / "ckpt", keep=9, identity={}, config_dict=cfg)
+    opt_state = {"mu": make_params(False, 98), "ema": average}
+    state = State(jnp.int32(3), make_params(False, 3), opt_state)
+    checkpointer.save(3, state, position=0, meta={})
+    checkpointer.close()
+
+
+def test_the_average_of_the_weights_is_loaded_by_name_or_as_the_best(tmp_path):
+    save_average(tmp_path, make_params(False, 7))
+    assert equal(load_params(tmp_path)[1], make_params(False, 3))
+    assert equal(load_params(tmp_path, weights="last")[1], make_params(False, 3))
+    for weights in ("ema", "best"):
+        assert equal(load_params(tmp_path, weights=weights)[1], make_params(False, 7))
+    assert averaged(find_step(tmp_path)[1])
+
+
+def test_without_an_average_the_last_weights_are_the_best_and_asking_for_it_is_refused(tmp_path):
+    save_average(tmp_path, None)
+    assert equal(load_params(tmp_path, weights="best")[1], make_params(False, 3))
+    with pytest.raises(ConfigError, match="ckpt/3: holds no moving average"):
+        load_params(tmp_path, weights="ema")
+
+
+def test_a_step_is_found_by_its_record_without_reading_arrays(run):
+    assert find_step(run)[1].step == 2
+    assert find_step(run / "ckpt/1")[0] == run / "ckpt/1"
+    (run / "ckpt/2.ok.json").write_text("{}")
+    assert find_step(run)[1].step == 1
+    with pytest.raises(NothingRestorable, match="ckpt/2: no checkpoint can be used"):
+        find_step(run / "ckpt/2")
 
 
 def test_parameters_are_placed_when_asked(saved):

@@ -27,8 +27,9 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(root) -> Path:
-    """A trained tiny run."""
-    assert cli.main(["train", *overrides(root, "run", train__num_steps=10)]) == 0
+    """A trained tiny run, with a moving average of its weights."""
+    averaged = {"train__num_steps": 10, "optim__ema_decay": 0.9}
+    assert cli.main(["train", *overrides(root, "run", **averaged)]) == 0
     return root / "run"
 
 
@@ -155,6 +156,37 @@ def test_eval_of_text_files_does_not_depend_on_the_batch(capsys, root, run, tmp_
     assert results[0]["bytes"] == len(" ".join(WORDS * 9))
     for other in results[1:]:
         assert other["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "moving average of the weights in float32, computing in float32"),
+        (["--weights", "ema"], "moving average of the weights in float32, computing in float32"),
+        (["--weights", "last"], "last weights in float32, computing in float32"),
+        (
+            ["--dtype", "bfloat16"],
+            "moving average of the weights in float32, computing in bfloat16",
+        ),
+    ],
+)
+def test_eval_and_generate_say_which_weights_they_use_and_how_they_compute(
+    capsys, run, words, said
+):
+    assert cli.main(["eval", str(run), "--max-rows", "1", *words]) == 0
+    assert capsys.readouterr().err.splitlines().count(f"step 10: {said}") == 1
+    assert cli.main(["generate", str(run), "--max-new-tokens", "1", *words]) == 0
+    assert capsys.readouterr().err.splitlines().count(f"step 10: {said}") == 1
+
+
+def test_eval_takes_the_average_and_the_format_that_are_asked_for(capsys, run):
+    found = {
+        words: as_json(capsys, "eval", str(run), *words)["valid"]["loss"]
+        for words in ((), ("--weights", "ema"), ("--weights", "last"), ("--dtype", "bfloat16"))
+    }
+    assert found[()] == found["--weights", "ema"] != found["--weights", "last"]
+    assert found["--dtype", "bfloat16"] == pytest.approx(found[()], rel=0.01)
+    assert found["--dtype", "bfloat16"] != found[()]
 
 
 def test_eval_refuses_a_store_made_with_another_tokenizer(capsys, root, run):

@@ -13,11 +13,12 @@ from foreign_models import sentencepiece_file
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.errors import ConfigError, DataError, NumericsError
-from jaxgpt.evaluation.generate import generate
+from jaxgpt.evaluation.generate import _open_rows, generate
 from jaxgpt.evaluation.sampling import Sampling
 from jaxgpt.model import gpt
 from jaxgpt.model.params import Params, ParamSpec, specs
 from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.frame import with_frame
 from jaxgpt.tokenization.tokenizer import Tokenizer
 
 V, T, E = 64, 32, 2
@@ -44,6 +45,16 @@ class Letters:
 
     vocab_size: int = V
     eos_id: int = E
+    bos_id: int | None = None
+    other_stops: tuple[int, ...] = ()
+
+    @property
+    def start_id(self) -> int:
+        return self.eos_id if self.bos_id is None else self.bos_id
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return (self.eos_id, *self.other_stops)
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") + 3 if letter != " " else V - 1 for letter in text]
@@ -144,6 +155,37 @@ def test_each_row_stops_at_its_own_end_of_text():
     assert (list(short.ids), short.text, short.finished_reason) == ([10], "", "eos")
     assert (list(long.ids), long.text) == ([5, 6, 7, 8, 9, 10], "cdefg")
     assert (len(short.logprobs), len(long.logprobs)) == (1, 6)
+
+
+def test_a_row_stops_at_any_id_that_ends_texts():
+    cfg, params = counting_model()
+    tok = replace(TOK, eos_id=40, other_stops=(10, 30))
+    first, second = generate(cfg, params, tok, ["g", "z"], GREEDY, max_new_tokens=20)
+    assert (list(first.ids), first.text, first.finished_reason) == ([10], "", "eos")
+    assert (list(second.ids), second.finished_reason) == ([29, 30], "eos")
+
+
+def test_the_begin_of_text_stands_once_before_the_prompt_where_the_model_wants_one():
+    cfg, params = KINDS["gpt2"], drawn(KINDS["gpt2"], 1)
+    right = {}
+    for start in (E, 1):
+        context = [start, *TOK.encode("hello")]
+        padded = np.array([context + [0] * (T - len(context))])
+        logits = np.float64(APPLY(cfg, params, padded)[0, len(context) - 1])
+        right[start] = logits.max() - np.log(np.exp(logits).sum())
+    assert abs(right[E] - right[1]) > 0.1  # what stands in front is seen
+    for tok, start in ((TOK, E), (replace(TOK, bos_id=1), 1)):
+        (row,) = generate(cfg, params, tok, ["hello"], max_new_tokens=1)
+        np.testing.assert_allclose(row.logprobs, [right[start]], atol=1e-4)
+
+
+def test_a_prompt_that_renders_the_begin_of_text_does_not_double_it(tmp_path):
+    path = sentencepiece_file(tmp_path / "sp.model", user_defined_symbols=["<|user|>"])
+    tok = with_frame(tokenizer.load(path), 1, [])  # <s>
+    assert tok.decode([1]) == "" and tok.specials["<s>"] == 1
+    cfg = replace(TINY, num_layers=1, vocab_size=tok.vocab_size)
+    (row,) = _open_rows(cfg, tok, ["<s><|user|> hi"], 1, window=False)
+    assert row.ids.count(1) == 1 and row.ids[0] == 1
 
 
 def test_a_row_without_end_of_text_stops_at_its_length():

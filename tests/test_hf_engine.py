@@ -75,7 +75,7 @@ def test_any_text_survives_a_byte_level_vocabulary(tmp_path_factory, text):
 
 def test_the_256_bytes_have_the_characters_of_gpt2():
     # encoder.json of GPT-2 writes a space as U+0120, a newline as U+010A, 0xAD as U+0143.
-    alphabet = hf_engine._ALPHABET
+    alphabet = hf_engine.BYTE_OF
     assert (alphabet["\u0120"], alphabet["\u010a"], alphabet["\u0143"]) == (0x20, 0x0A, 0xAD)
     assert (alphabet["!"], alphabet["\u00ff"]) == (0x21, 0xFF)
     assert sorted(alphabet.values()) == list(range(256))

@@ -148,6 +148,39 @@ def test_find_says_what_packing_cut_off(capsys, root):
     assert f"last {left_out} tokens are in no row" in text
 
 
+GROWING = {"train__batch_ramp": {"100": 2, "300": 3}}  # 2 rows at 0, 2, 4, 6; 3 at 8, 11, 14, 17
+
+
+def test_steps_of_a_growing_batch_are_shown_and_found_where_training_has_them(capsys, root):
+    args = words(root, **GROWING)
+    steps = {}
+    for step in (1, 4, 5, 8, 9, 10):
+        shown = ask(capsys, "data", "show", *args, "--step", str(step))["rows"]
+        steps[step] = [row["position"] for row in shown]
+        assert [row["batch_row"] for row in shown] == list(range(1, len(shown) + 1))
+    assert steps == {
+        1: [0, 1], 4: [6, 7], 5: [8, 9, 10], 8: [17, 18, 19], 9: [20, 21, 22, 23],
+        10: [24, 25, 26, 27],
+    }  # fmt: skip
+    found = ask(capsys, "data", "find", *args, "--store", "second", "--doc", "1", "--steps", "8")
+    plain = ask(capsys, "data", "find", *words(root), "--store", "second", "--doc", "1")
+    assert [s["position"] for s in found["sightings"]] == [
+        s["position"] for s in plain["sightings"] if s["position"] < 20
+    ]
+    assert "rows 1 to 2" in refused(capsys, 64, "data", "show", *args, "--step", "4", "--row", "3")
+
+
+def test_stats_of_a_growing_batch_count_its_steps(capsys, root):
+    changes = {"data__max_epochs": 1.0, "data__run_out": "drop", "train__num_steps": 0}
+    args, end = words(root, **GROWING, **changes), open_both(root, **changes).end
+    usage = ask(capsys, "data", "stats", *args)["run"]
+    more, left = divmod(end - 20, B)
+    assert (usage["steps"], usage["rows_left_over"]) == (8 + more, left)
+    assert "2 until 100 tokens, then 3 until 300 tokens, then 4 a step" in text_of(
+        capsys, "data", "stats", *args
+    )
+
+
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,11 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.training.loss import chunk_tokens, next_token, next_token_sums, token_losses
 
 B, T, D, V = 4, 10, 8, 24
+# Everything that may be added to plain cross-entropy, and all of it together.
+OPTIONS = [
+    dict(zip(("z_loss", "softcap", "label_smoothing"), values, strict=True))
+    for values in itertools.product((0.0, 0.1), (0.0, 3.0), (0.0, 0.2))
+]
 
 
 def example(seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -27,12 +35,13 @@ def example(seed: int = 0) -> tuple[np.ndarray, ...]:
 
 def losses_in_float64(
     hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, softcap: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return -log softmax(logits)[target] and log sum exp(logits) by the textbook."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return by the textbook -log softmax(logits) of the target, its mean over ids, and log Z."""
     logits = hidden.astype(np.float64) @ head.astype(np.float64).T
     logits = softcap * np.tanh(logits / softcap) if softcap else logits
     lse = np.log(np.exp(logits).sum(-1))
-    return lse - np.take_along_axis(logits, targets[..., None], -1)[..., 0], lse
+    losses = lse[..., None] - logits
+    return np.take_along_axis(losses, targets[..., None], -1)[..., 0], losses.mean(-1), lse
 
 
 def test_two_logits_give_the_worked_loss_and_gradient():
@@ -44,32 +53,58 @@ def test_two_logits_give_the_worked_loss_and_gradient():
 
 
 @pytest.mark.parametrize("chunk", [0, 8, 12, 1000])  # all at once, 2 and 3 positions, one chunk
-@pytest.mark.parametrize("z_loss, softcap", [(0.0, 0.0), (0.1, 3.0)])
-def test_sums_equal_the_formula_in_float64(chunk, z_loss, softcap):
+@pytest.mark.parametrize("options", OPTIONS[:: len(OPTIONS) - 1], ids=["plain", "everything"])
+def test_sums_equal_the_formula_in_float64(chunk, options):
     hidden, head, targets, weights = example()
-    nll, lse = losses_in_float64(hidden, head, targets, softcap)
-    sums = next_token_sums(
-        hidden, head, targets, weights, z_loss=z_loss, softcap=softcap, chunk=chunk
-    )
-    assert float(sums.total) == pytest.approx((weights * (nll + z_loss * lse**2)).sum(), rel=1e-6)
+    nll, uniform, lse = losses_in_float64(hidden, head, targets, options["softcap"])
+    smoothing = options["label_smoothing"] * (uniform - nll)
+    z = options["z_loss"] * lse**2
+    sums = next_token_sums(hidden, head, targets, weights, **options, chunk=chunk)
+    assert float(sums.total) == pytest.approx((weights * (nll + smoothing + z)).sum(), rel=1e-6)
     assert float(sums.nll) == pytest.approx((weights * nll).sum(), rel=1e-6)
+    assert float(sums.smoothing) == pytest.approx((weights * smoothing).sum(), rel=1e-5)
+    assert float(sums.z) == pytest.approx((weights * z).sum(), rel=1e-6)
     assert float(sums.weight) == weights.sum()
 
 
-@pytest.mark.parametrize("chunk", [8, 12, 1000])
-@pytest.mark.parametrize("z_loss, softcap", [(0.0, 0.0), (0.1, 3.0)])
-def test_gradients_of_the_chunks_equal_automatic_differentiation(chunk, z_loss, softcap):
+def values_and_gradients(chunk: int, options: dict, **more) -> tuple:
+    """Return the loss of the example times 3, and the gradients of hidden and head."""
     hidden, head, targets, weights = example()
 
-    def gradients(chunk):
-        def scaled(hidden, head):  # the factor tests that the cotangent is used
-            options = {"z_loss": z_loss, "softcap": softcap, "chunk": chunk}
-            return 3.0 * next_token(hidden, head, targets, weights, **options)[0]
+    def scaled(hidden, head):  # the factor tests that the cotangent is used
+        return 3.0 * next_token(hidden, head, targets, weights, chunk=chunk, **options, **more)[0]
 
-        return jax.jit(jax.grad(scaled, (0, 1)))(hidden, head)
+    return jax.jit(jax.value_and_grad(scaled, (0, 1)))(hidden, head)
 
-    for mine, right in zip(gradients(chunk), gradients(0), strict=True):
-        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_chunks_equal_all_logits_at_once_and_automatic_differentiation(options):
+    right, right_grads = values_and_gradients(0, options)
+    # Chunks of 3 positions and a rest of 1; one chunk.
+    for chunk in (12, 1000) if options == OPTIONS[-1] else (12,):
+        value, grads = values_and_gradients(chunk, options)
+        assert float(value) == pytest.approx(float(right), rel=1e-6)
+        for mine, other in zip(grads, right_grads, strict=True):
+            assert np.linalg.norm(mine - other) <= 1e-5 * np.linalg.norm(other)
+
+
+def test_label_smoothing_of_uniform_logits_changes_nothing():
+    # Every id has the loss ln V, whatever share of the target goes to which.
+    zeros = np.zeros((1, 3, D), np.float32)
+    head = np.ones((V, D), np.float32)
+    sums = next_token_sums(
+        zeros, head, np.zeros((1, 3), np.int32), np.ones((1, 3)), label_smoothing=0.9
+    )
+    assert float(sums.total) == pytest.approx(3 * math.log(V), rel=1e-6)
+    assert float(sums.smoothing) == pytest.approx(0, abs=1e-5)
+
+
+def test_the_gradient_of_a_smoothed_loss_vanishes_at_its_targets_distribution():
+    # Two ids, s = 0.2: the target's share is 0.8 + 0.1, so at logits (ln 9, 0) nothing is left.
+    hidden = jnp.array([[[math.log(9), 0.0]]])
+    loss = lambda h: next_token(h, jnp.eye(2), jnp.array([[0]]), jnp.ones((1, 1)),  # noqa: E731
+                                label_smoothing=0.2)[0]  # fmt: skip
+    np.testing.assert_allclose(jax.grad(loss)(hidden)[0, 0], [0, 0], atol=1e-7)
 
 
 @pytest.mark.parametrize("chunk", [0, 8])
@@ -161,19 +196,34 @@ def test_rows_that_do_not_divide_over_the_mesh_are_still_right():
     assert float(split) == pytest.approx(float(next_token(*arrays, chunk=0)[0]), rel=1e-6)
 
 
-def test_memory_stays_below_one_float32_array_of_all_logits():
-    rows, length, vocab = 4, 64, 4096
-    shapes = [(rows, length, 8), (vocab, 8), (rows, length), (rows, length)]
+@functools.cache
+def compiled_where_logits_dominate(chunk: int) -> jax.stages.Compiled:
+    """Compile loss and gradients, with everything switched on, of 4096 tokens and 8192 ids."""
+    shapes = [(4, 1024, 32), (8192, 32), (4, 1024), (4, 1024)]
     dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32]
     arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    loss = jax.value_and_grad(lambda *a: next_token(*a, chunk=chunk, **OPTIONS[-1])[0], (0, 1))
+    return jax.jit(loss).lower(*arrays).compile()
 
-    def temporaries(chunk):
-        loss = jax.grad(lambda *a: next_token(*a, chunk=chunk)[0], (0, 1))
-        return jax.jit(loss).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
 
-    all_logits = 4 * rows * length * vocab  # 4 MiB
-    assert temporaries(0) >= all_logits
-    assert temporaries(32) < all_logits / 2  # a chunk's logits are 0.5 MiB
+def test_memory_is_an_eighth_of_that_of_all_logits_at_once():
+    whole, chunked = (
+        compiled_where_logits_dominate(chunk).memory_analysis().temp_size_in_bytes
+        for chunk in (0, 256)
+    )
+    assert whole >= 4 * 4096 * 8192  # float32 logits: 134 MB
+    assert chunked <= whole / 8
+
+
+def test_no_array_of_the_compiled_loss_is_as_large_as_all_logits():
+    def largest(chunk: int) -> int:
+        shapes = re.findall(
+            r"\b[a-z]+[0-9]+\[([0-9,]+)\]", compiled_where_logits_dominate(chunk).as_text()
+        )
+        return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+    assert largest(0) >= 4096 * 8192
+    assert largest(256) == 256 * 8192
 
 
 def test_nothing_is_differentiated_where_no_gradient_is_asked_for():
@@ -198,10 +248,32 @@ def test_products_take_and_give_the_compute_dtype_and_the_head_gradient_is_float
     assert np.linalg.norm(mine - right) < 0.02 * np.linalg.norm(right)  # 8 bits
 
 
+@pytest.mark.parametrize("logits_dtype, error", [("float32", 1e-6), (None, 0.1)])
+def test_float32_logits_of_bfloat16_inputs_are_not_rounded(logits_dtype, error):
+    # Inputs that bfloat16 holds exactly: only the product can round, to 8 bits of logits up to 10.
+    hidden, head, targets, weights = example()
+    hidden, head = (np.asarray(jnp.bfloat16(x), np.float32) for x in (hidden, head))
+    nll, _, _ = losses_in_float64(hidden, head, targets)
+    loss, _ = next_token(
+        hidden, head, targets, weights, dtype="bfloat16", logits_dtype=logits_dtype, chunk=8
+    )
+    off = abs(float(loss) / (weights * nll).sum() - 1)
+    assert off < error and (logits_dtype or off > 1e-5)
+
+
+def test_gradients_of_float32_logits_agree_with_automatic_differentiation():
+    options = OPTIONS[-1] | {"dtype": "bfloat16", "logits_dtype": "float32"}
+    (value, grads), (right, right_grads) = (values_and_gradients(c, options) for c in (12, 0))
+    assert float(value) == pytest.approx(float(right), rel=1e-6)
+    for mine, other in zip(grads, right_grads, strict=True):
+        assert np.linalg.norm(mine - other) <= 0.01 * np.linalg.norm(other)  # gradients in bfloat16
+
+
 def test_token_losses_are_those_of_the_formula_and_zero_where_masked():
     hidden, head, targets, weights = example()
     losses = token_losses(hidden, head, targets, weights, softcap=3.0, chunk=12)
-    right = np.where(weights != 0, losses_in_float64(hidden, head, targets, 3.0)[0], 0)
+    nll, _, _ = losses_in_float64(hidden, head, targets, 3.0)
+    right = np.where(weights != 0, nll, 0)
     assert losses.dtype == jnp.float32
     np.testing.assert_allclose(losses, right, rtol=1e-5, atol=1e-6)
 

@@ -87,6 +87,11 @@ def test_rows_that_do_not_divide_are_refused_with_the_nearest_sizes(rows, micro,
     assert all(part in str(refused.value) for part in parts)
 
 
+def test_rows_are_refused_by_the_key_that_asks_for_them():
+    with pytest.raises(ConfigError, match=r"^train.batch_ramp\['9'\] = 12 rows.* 8 devices"):
+        check_batch(make_mesh(MeshConfig()), 12, 12, "train.batch_ramp['9']")
+
+
 def test_rows_that_divide_are_accepted():
     check_batch(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), 12, 4)
 

@@ -21,6 +21,7 @@ import pytest
 from jaxgpt import config, runtime
 from jaxgpt.errors import StorageError
 from jaxgpt.model import gpt
+from jaxgpt.model import params as parameters
 from jaxgpt.training import metrics, peak, rows
 from jaxgpt.training.metrics import RunLog
 from jaxgpt.training.peak import Peak
@@ -93,6 +94,14 @@ def test_a_non_finite_step_is_counted_and_leaves_the_mean_of_the_others(tmp_path
     log.close()
     row = written(tmp_path)[0]
     assert (row["loss"], row["grad_norm"], row["skipped"]) == (2.0, 0.5, 1)
+
+
+def test_spikes_are_counted_and_not_averaged(tmp_path):
+    log = open_log(tmp_path, every=2)
+    push(log, 1, values={"spikes": 0, "skipped": 0})
+    push(log, 2, values={"spikes": 1, "skipped": 1})
+    log.close()
+    assert (written(tmp_path)[0]["spikes"], written(tmp_path)[0]["skipped"]) == (1, 1)
 
 
 def test_other_scalars_are_averaged_and_their_sums_divided_by_the_loss_weight(tmp_path):
@@ -474,6 +483,24 @@ def test_the_first_line_states_what_is_counted_for_gpt2_small():
     line = metrics.describe(cfg, 124_439_808, flops, Peak(989e12, "published"))
     for part in ("124,439,808", "798.5", "855.2", "989.000 TFLOP/s (published)", "16,384 tokens"):
         assert part in line
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_first_line_counts_the_experts_that_a_token_is_sent_to(stacked):
+    # Attention 4 D², router 4 D, experts 3 D F each, of which 2 of 4, shared 3 D F', two norms.
+    D, F, shared, layers, V = 32, 24, 16, 2, 64
+    model = config.ModelConfig(
+        num_layers=layers, embed_dim=D, num_heads=4, vocab_size=V, seq_len=16, positions="none",
+        norm="rmsnorm", mlp="swiglu", num_experts=4, experts_per_token=2, expert_dim=F,
+        shared_dim=shared, stacked=stacked,
+    )  # fmt: skip
+    rest = V * D + D + layers * (4 * D**2 + 4 * D + 3 * D * shared + 2 * D)
+    whole, active = (rest + layers * count * 3 * D * F for count in (4, 2))
+    assert parameters.count(parameters.specs(model)) == whole
+    flops = gpt.flops_per_token(model, causal=True), gpt.flops_per_token(model, causal=False)
+    assert flops[1] == 6 * active + 12 * layers * 32 * 16
+    line = metrics.describe(config.Config(model=model), whole, flops, None)
+    assert line.startswith(f"{whole:,} parameters, {active:,} active per token; ")
 
 
 def devices(kind: str, platform: str, count: int) -> list:

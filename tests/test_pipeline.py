@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -21,10 +22,11 @@ from stores import random_documents, stream_of, write_store
 from jaxgpt.config import DataConfig
 from jaxgpt.data import blocks, order
 from jaxgpt.data.packing import Batch
-from jaxgpt.data.pipeline import batches, eval_batches, sample_rows
+from jaxgpt.data.pipeline import batches, batches_of_spans, eval_batches, sample_rows
 from jaxgpt.data.store import Store, open_store
 from jaxgpt.data.stream import Data, epochs, locate, open_data
 from jaxgpt.errors import ConfigError, DataError, StorageError
+from jaxgpt.ramp import Span
 
 T = 16
 SHARDS = [random_documents([7, 30, 1, 55, 12, 40], seed) for seed in range(3)]
@@ -134,6 +136,46 @@ def test_a_batch_size_changed_on_resume_neither_skips_nor_repeats(root):
         stream(data, 22, 14, global_batch=7),
     ]
     assert_equal(stacked(parts), sample_rows(data, np.arange(36)))
+
+
+SPANS = (Span(2, 0, 5, 2), Span(6, 2, 9, 3), Span(4, 5, 27, 2))
+
+
+@pytest.mark.parametrize("micro_batch", [0, 2])
+def test_batches_that_grow_neither_skip_nor_repeat_a_row(root, micro_batch):
+    data = opened(root, document_mask=True)
+    with contextlib.closing(batches_of_spans(data, SPANS, micro_batch=micro_batch)) as source:
+        got = list(source)
+    sizes = [2, 2, 6, 6, 6, 4, 4]
+    assert [batch.tokens.shape for batch in got] == [
+        (size // (micro_batch or size), micro_batch or size, T) for size in sizes
+    ]
+    rows = stacked([jax.tree.map(lambda leaf: leaf.reshape(-1, T), batch) for batch in got])
+    assert_equal(rows, sample_rows(data, np.arange(5, 35)))
+
+
+def test_processes_share_the_rows_of_batches_that_grow(root):
+    data = opened(root)
+    halves = [lambda rows: slice(0, rows // 2), lambda rows: slice(rows // 2, rows)]
+    parts = [
+        [batch.tokens[0] for batch in batches_of_spans(data, SPANS, rows=half)] for half in halves
+    ]
+    whole = [batch.tokens[0] for batch in batches_of_spans(data, SPANS)]
+    for left, right, both in zip(*parts, whole, strict=True):
+        np.testing.assert_array_equal(np.concatenate([left, right]), both)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_batches_that_grow_are_given_up_at_any_point(root, taken):
+    before = {thread for thread in threading.enumerate()}
+    source = batches_of_spans(opened(root), SPANS)
+    for _ in range(taken):
+        next(source)
+    source.close()
+    deadline = time.monotonic() + 10
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [thread for thread in left if thread.name.startswith("batch-")]
 
 
 def test_every_epoch_holds_every_row_once_and_batches_straddle_its_end(root):

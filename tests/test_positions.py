@@ -25,6 +25,14 @@ def test_rope_pairs_feature_i_with_feature_i_plus_half():
     np.testing.assert_allclose(rotated.ravel(), [-1.98411, 1.95990, 2.46238, 4.01980], atol=5e-6)
 
 
+def test_files_that_pair_neighbouring_features_need_their_lanes_permuted():
+    x = jnp.asarray([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    lanes = jnp.asarray([0, 2, 1, 3])  # evens, then odds; its own inverse
+    rotated = rotate(x[..., lanes], rope_phases(ONE_HEAD, jnp.asarray([[1]])))[..., lanes]
+    # cos 1 - 2 sin 1, 2 cos 1 + sin 1, 3 cos .01 - 4 sin .01, 4 cos .01 + 3 sin .01
+    np.testing.assert_allclose(rotated.ravel(), [-1.14264, 1.92208, 2.95985, 4.02980], atol=5e-6)
+
+
 def test_rope_base_changes_the_slowest_frequency():
     cfg = dataclasses.replace(ONE_HEAD, embed_dim=128, rope_base=500_000.0)
     frequencies, _ = rope_frequencies(cfg)
@@ -63,6 +71,17 @@ def test_scaled_frequencies_equal_those_of_transformers(case):
     frequencies, attention_factor = rope_frequencies(cfg)
     np.testing.assert_allclose(frequencies, case["frequencies"], rtol=3e-6)
     assert attention_factor == pytest.approx(case["attention_factor"], rel=1e-7)
+
+
+def test_blocks_with_a_window_may_have_a_base_of_their_own_that_is_never_scaled():
+    cfg = dataclasses.replace(
+        ONE_HEAD, embed_dim=128, rope_base=1e6, rope_scaling="linear", rope_factor=8.0
+    )
+    np.testing.assert_array_equal(rope_frequencies(cfg, local=True)[0], rope_frequencies(cfg)[0])
+    cfg = dataclasses.replace(cfg, rope_local_base=10_000.0)
+    exponents = -np.arange(0, 128, 2) / 128
+    np.testing.assert_allclose(rope_frequencies(cfg, local=True)[0], 1e4**exponents, rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(cfg)[0], 1e6**exponents / 8, rtol=1e-6)
 
 
 def test_original_length_defaults_to_the_context_over_the_factor():

@@ -72,14 +72,44 @@ def test_the_twin_keeps_the_kinds_of_everything_and_is_small():
         sizes = {
             "num_layers", "num_heads", "num_kv_heads", "embed_dim", "mlp_dim", "vocab_size",
             "seq_len", "sliding_window", "aux_layers", "init", "init_std", "init_depth_scale",
+            "num_experts", "experts_per_token", "expert_dim", "shared_dim",
         }  # fmt: skip
         kinds = {f.name for f in dataclasses.fields(big)} - sizes
         assert all(getattr(small.model, name) == getattr(big, name) for name in kinds)
         assert (small.model.kv_heads < small.model.num_heads) == (big.kv_heads < big.num_heads)
-        assert small.model.num_layers == 1 and small.model.embed_dim <= 256
+        assert small.model.num_layers == (2 if big.global_every else 1)
+        assert small.model.embed_dim <= 256
         assert small.train.accum_steps == 2 and small.data.document_mask
 
 
 def test_the_twin_of_scanned_layers_with_taps_has_two_layers():
     cfg = config("float32", num_layers=12, stacked=True, aux_layers=(4, 8))
     assert (twin(cfg).model.num_layers, twin(cfg).model.aux_layers) == (2, (1,))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_twin_of_blocks_with_and_without_a_window_has_one_of_each(stacked):
+    pattern = dataclasses.replace(VARIETY["gemma3"], num_layers=48, global_every=6, stacked=stacked)
+    small = twin(Config(model=pattern)).model
+    assert [small.window(layer) > 0 for layer in range(small.num_layers)] == [True, False]
+    assert small.rope_local_base == pattern.rope_local_base
+
+
+def test_the_twin_of_experts_has_few_of_each_kind():
+    model = dataclasses.replace(
+        VARIETY["experts"], num_experts=128, experts_per_token=8, expert_dim=2048, shared_dim=4096,
+        capacity_factor=1.25,
+    )  # fmt: skip
+    small = twin(Config(model=model)).model
+    assert (small.num_experts, small.experts_per_token) == (2, 2)
+    assert small.router_bias and small.capacity_factor == 1.25
+    assert small.expert_dim == small.shared_dim == small.embed_dim
+    assert twin(Config(model=MODEL)).model.num_experts == 0
+
+
+@pytest.mark.parametrize("capacity", [0.0, 0.7])
+def test_experts_in_bfloat16_pass(capacity):
+    # Rounding may choose other experts than float32 does, which must not pass for a fault.
+    model = dataclasses.replace(VARIETY["experts"], seq_len=256, capacity_factor=capacity)
+    train = TrainConfig(compute_dtype="bfloat16", router_z_loss=1e-3)
+    assert probe_gradients(Config(model=model, train=train)).leaf_error < 0.05

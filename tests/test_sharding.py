@@ -80,8 +80,10 @@ def test_a_dimension_that_does_not_divide_does_not_hide_one_that_does():
 
 
 def test_every_axis_name_of_the_parameters_has_a_rule_or_is_meant_to_be_whole():
-    model = ModelConfig(vocab_size=64, attn_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
-    names = {axis for spec in jax.tree.leaves(specs(model)) for axis in spec.axes}
+    dense = ModelConfig(vocab_size=64, attn_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+    experts = ModelConfig(vocab_size=64, num_experts=4, shared_dim=8, router_bias=True)
+    specs_of_both = jax.tree.leaves([specs(dense), specs(experts)])
+    names = {axis for spec in specs_of_both for axis in spec.axes}
     assert names - set(sharding.RULES) == {"head_dim", "norm", None}
 
 
@@ -138,6 +140,53 @@ def test_constrain_places_by_name_and_is_nothing_on_one_device():
     assert sharding.constrain(x, ("batch", None), mesh=None) is x
     one = make_mesh(MeshConfig(), jax.devices()[:1])
     assert sharding.constrain(x, ("batch", None), mesh=one) is x
+
+
+TOKENS, INTO = ("batch", "seq", None), (None, "mlp")
+
+
+def shapes_of_parts(mesh, x: np.ndarray, w: np.ndarray) -> list[tuple[int, ...]]:
+    """Return the shapes that a function on shards sees, checking its value and its gradients."""
+    seen = []
+
+    def squares(x: jax.Array, w: jax.Array, absent: None) -> jax.Array:
+        seen[:] = [x.shape, w.shape]
+        return jax.numpy.square(x @ w).sum(-1, keepdims=True)[None]
+
+    def total(x: jax.Array, w: jax.Array) -> jax.Array:
+        axes = (TOKENS, INTO, INTO)
+        parts = sharding.on_shards(squares, (x, w, None), axes, ("mlp", *TOKENS), mesh=mesh)
+        return (parts.sum(0) * np.arange(x.shape[0])[:, None, None]).sum()
+
+    found = jax.jit(jax.value_and_grad(total, (0, 1)))(x, w)
+    weights = np.arange(x.shape[0])[:, None, None]
+    right = (
+        (weights * (x @ w) ** 2).sum(),
+        (
+            2 * weights * (x @ w) @ w.T,
+            np.einsum("btd,btf->df", x, 2 * weights * (x @ w)),
+        ),
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "rows, width, parts",
+    [
+        (8, 6, [(2, 3, 4), (4, 3)]),
+        (6, 6, [(6, 3, 4), (4, 3)]),  # rows that do not divide by 4
+        (8, 5, [(2, 3, 4), (4, 5)]),  # a width that does not divide by 2
+    ],
+)
+def test_a_function_on_shards_sees_parts_and_gives_the_values_and_gradients_of_the_whole(
+    rows, width, parts
+):
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=size).astype(np.float32) for size in ((rows, 3, 4), (4, width)))
+    assert shapes_of_parts(cube(), x, w) == parts
+    assert shapes_of_parts(None, x, w) == [x.shape, w.shape]
 
 
 def test_arrays_split_over_a_mesh_are_joined_without_doubling():

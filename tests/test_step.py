@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from stores import E, random_documents, write_store
-from tiny import TINY, random_params
+from tiny import TINY, VARIETY, random_params
 
 from jaxgpt.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxgpt.data.packing import Batch
@@ -57,7 +57,7 @@ def config(model: ModelConfig = ONE_LAYER, mesh: dict[str, int] | None = None, *
 
 
 def optimizer(cfg: Config):
-    return build(cfg.optim, cfg.train.num_steps, abstract(specs(cfg.model), cfg.train.param_dtype))
+    return build(cfg, cfg.train.num_steps, abstract(specs(cfg.model), cfg.train.param_dtype))
 
 
 def initial(cfg: Config) -> TrainState:
@@ -124,9 +124,10 @@ def test_three_steps_on_a_mesh_equal_those_of_one_device(mesh):
     same(run(config(mesh=mesh), 3, 8), on_one_device())
 
 
-def test_micro_batches_of_unequal_token_counts_equal_the_whole_batch():
-    # 1, 3, ..., 11, 0 and 0 tokens
-    same(run(config(micro_batch=1), 3, 1), on_one_device(), 1e-6)
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_micro_batches_of_unequal_token_counts_equal_the_whole_batch(micro_batch):
+    # 1, 3, ..., 11, 0 and 0 tokens: six real rows and two of filling, in 8 parts or 4
+    same(run(config(micro_batch=micro_batch), 3, 1), on_one_device(), 1e-6)
 
 
 def test_micro_batches_on_a_mesh_equal_the_whole_batch_on_one_device():
@@ -225,6 +226,94 @@ def test_a_gradient_that_is_not_finite_is_caught_though_the_loss_is(step_of_one_
     np.testing.assert_array_equal(after.params.embed, huge)
 
 
+@functools.cache
+def guarded() -> tuple[Config, Any, TrainState]:
+    """Return a configuration with all that a state can hold, its step on a mesh, and a state.
+
+    Token 63 is never drawn by `rows_below_63`, so that its embedding can be made NaN unseen.
+    """
+    model = dataclasses.replace(ONE_LAYER, tie_embeddings=False)
+    cfg = config(
+        model, {"data": 2, "fsdp": 2}, micro_batch=4, global_batch=16, param_dtype="bfloat16"
+    )
+    optim = dataclasses.replace(cfg.optim, name="muon", ema_decay=0.9, spike_sigma=6.0)
+    cfg = dataclasses.replace(cfg, optim=optim)
+    mesh, tx = make_mesh(cfg.mesh, jax.devices()[:4]), optimizer(cfg)
+    placed = state_shardings(mesh, cfg, tx)
+    step = make_train_step(cfg, tx, mesh, placed)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), random_params(model))
+    params = params.replace(embed=params.embed.at[63].set(jnp.nan))
+    zero = np.int32(0)
+    state = jax.device_get(TrainState(zero, params, tx.init(params), zero, zero, np.uint32(0)))
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        return jax.device_get(step(jax.device_put(state, placed), to_global(mesh, batch)))
+
+    return cfg, run, state
+
+
+def same_bits(mine: Any, right: Any) -> None:
+    """Assert that two trees are equal, NaN included."""
+    for a, b in zip(*map(jax.tree.leaves, (mine, right)), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def rows_below_63(cfg: Config, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    shape = (cfg.train.accum_steps, cfg.train.micro_rows, cfg.model.seq_len)
+    tokens, targets = rng.integers(0, 63, (2, *shape)).astype(np.int32)
+    return Batch(tokens, targets, np.ones(shape, np.float32))
+
+
+@pytest.mark.parametrize("micro", range(4))
+def test_one_micro_batch_that_is_not_a_number_skips_the_whole_update_once(micro):
+    cfg, run, state = guarded()
+    before, metrics = run(state, rows_below_63(cfg, 0))
+    assert int(metrics["finite"]) == 1 and int(metrics["skipped"]) == 0
+    assert int(before.opt_state.count) == int(before.opt_state.spikes.seen) == 1
+    batch = rows_below_63(cfg, 1)
+    batch.tokens[micro, 1, 3] = 63
+    after, metrics = run(before, batch)
+    same_bits((after.params, after.opt_state), (before.params, before.opt_state))
+    assert [int(x) for x in (after.step, after.skipped, after.skipped_in_row)] == [2, 1, 1]
+    assert [int(metrics[k]) for k in ("finite", "skipped", "spikes")] == [0, 1, 0]
+    digests = [int(rows_digest(rows_below_63(cfg, 0))), int(rows_digest(batch))]
+    assert int(after.rows_digest) == sum(digests) % 2**32
+
+
+def test_a_spike_is_counted_as_skipped_and_not_as_one_that_is_not_finite():
+    cfg, run, state = guarded()
+    state, _ = run(state, rows_below_63(cfg, 0))
+    window = state.opt_state.spikes
+    calm = np.full_like(window.losses, 1e-3)  # of 32 updates: any real loss is far above
+    calm = window.replace(losses=calm, norms=calm, seen=np.int32(32))
+    before = state.replace(opt_state=state.opt_state.replace(spikes=calm))
+    after, metrics = run(before, rows_below_63(cfg, 1))
+    same_bits(after.params, before.params)
+    names = ("finite", "skipped", "skipped_in_row", "spikes")
+    assert [int(metrics[k]) for k in names] == [1, 1, 0, 1]
+    assert int(after.opt_state.spikes.seen) == 33
+    loss = metrics["loss_sum"] / metrics["weight"]
+    assert after.opt_state.spikes.losses[32] == pytest.approx(loss, rel=1e-6)
+    assert after.opt_state.spikes.norms[32] == pytest.approx(metrics["grad_norm"], rel=1e-6)
+
+
+def test_router_biases_move_by_the_load_of_a_step_and_count_in_no_norm():
+    model = dataclasses.replace(VARIETY["experts"], num_layers=1)
+    cfg = config(model, router_bias_rate=0.01)
+    state, batch = initial(cfg), rows(cfg)
+    after, metrics = jax.jit(functools.partial(train_step, cfg, optimizer(cfg)))(state, batch)
+    grads, sums = jax.jit(functools.partial(gradients, cfg))(state.params, batch, 0)
+    load = np.asarray(sums["router_load"][0])
+    moved = after.params.layers[0].router_bias - state.params.layers[0].router_bias
+    np.testing.assert_allclose(moved, -0.01 * np.sign(load - load.mean()), atol=1e-7)
+    assert np.abs(moved).max() > 0
+    layers = tuple(p.replace(router_bias=None) for p in grads.layers)
+    squares = [(np.float64(g) ** 2).sum() for g in jax.tree.leaves(grads.replace(layers=layers))]
+    norm = math.sqrt(sum(squares)) / batch.weights.sum()
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+
+
 # What is computed.
 
 
@@ -278,33 +367,53 @@ def test_the_rate_of_update_k_is_the_schedules_also_after_a_restart(step_of_one_
     assert logged == pytest.approx(ramp + cosine, rel=1e-5)
 
 
-def test_auxiliary_and_z_losses_add_to_the_gradient_by_their_weights():
-    model = dataclasses.replace(TINY, aux_layers=(1,))
-    params = random_params(model)
+TAPPED = dataclasses.replace(TINY, num_layers=3, aux_layers=(2, 1))
 
-    cfg = config(model, aux_loss_weights=(0.5,), z_loss=0.1)
-    batch, B = rows(cfg), cfg.train.global_batch
+
+@functools.cache
+def losses_by_hand() -> Any:
+    """Compile what all losses of `TAPPED` are, from whole logits, by automatic differentiation."""
+    batch = rows(config(TAPPED))
+
+    def terms(x, head):
+        logits = x @ head.T
+        lse = jax.nn.logsumexp(logits, -1)
+        nll = lse - logits[np.arange(8)[:, None], np.arange(16), batch.targets[0]]
+        smoothing = 0.2 * (lse - logits.mean(-1) - nll)
+        return [(x * batch.weights[0]).sum() for x in (nll, 0.1 * lse**2, smoothing)]
+
+    def total(params, weights):  # of the first and the second block
+        tops, taps, _ = gpt.forward(TAPPED, params, batch.tokens[0])
+        main = terms(tops, params.embed)
+        extra = sum(weights[n - 1] * sum(terms(taps[n], params.embed)) for n in (1, 2))
+        return sum(main) + extra, [*main, extra]
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+@pytest.mark.parametrize(
+    "weights, of_blocks",  # the second one counts with the first weight: aux_layers are (2, 1)
+    [((0.5,), (0.5, 0.5)), ((0.25, 2.0), (2.0, 0.25))],
+)
+def test_auxiliary_and_other_losses_add_to_the_gradient_by_their_weights(weights, of_blocks):
+    cfg = config(TAPPED, aux_loss_weights=weights, z_loss=0.1, label_smoothing=0.2)
+    params, batch = random_params(TAPPED), rows(cfg)
     grads, sums = jax.jit(functools.partial(gradients, cfg, step=0))(params, batch)
-
-    def by_hand(params):  # from whole logits, by automatic differentiation
-        tops, taps, _ = gpt.forward(model, params, batch.tokens[0])
-        terms = {}
-        for name, x in {"main": tops, "aux": taps[1]}.items():
-            logits = x @ params.embed.T
-            lse = jax.nn.logsumexp(logits, -1)
-            label = logits[np.arange(B)[:, None], np.arange(16), batch.targets[0]]
-            terms[name] = ((lse - label) * batch.weights[0]).sum()
-            terms[name + "_z"] = (lse**2 * batch.weights[0]).sum()
-        extra = 0.5 * (terms["aux"] + 0.1 * terms["aux_z"])
-        return terms["main"] + 0.1 * terms["main_z"] + extra, terms | {"extra": extra}
-
-    (total, terms), right = jax.jit(jax.value_and_grad(by_hand, has_aux=True))(params)
-    close(grads, right, 1e-5)
-    for key, value in {
-        "total": total, "loss_sum": terms["main"], "aux_loss_sum": terms["extra"],
-        "z_loss_sum": 0.1 * terms["main_z"],
-    }.items():  # fmt: skip
+    (total, right), right_grads = losses_by_hand()(params, np.float32(of_blocks))
+    close(grads, right_grads, 1e-5)
+    names = ("loss_sum", "z_loss_sum", "label_smoothing_sum", "aux_loss_sum")
+    for key, value in zip(names, right, strict=True):
         assert float(sums[key]) == pytest.approx(float(value), rel=1e-4)
+    assert float(sums["total"]) == pytest.approx(float(total), rel=1e-5)
+
+
+@pytest.mark.parametrize("logits_dtype, name", [("compute", "bf16"), ("float32", "f32")])
+def test_the_product_with_the_head_gives_the_dtype_asked_for(logits_dtype, name):
+    cfg = config(compute_dtype="bfloat16", logits_dtype=logits_dtype)
+    program = jax.make_jaxpr(functools.partial(logged_sums, cfg))
+    text = str(program(random_params(cfg.model), rows(cfg)))
+    found = re.findall(r":(\w+)\[1,8,16,64\] = dot_general", text)  # 64 ids
+    assert found == [name]
 
 
 def test_documents_in_a_row_are_passed_on_to_the_model(step_of_one_layer):
@@ -370,7 +479,7 @@ def test_training_on_successors_learns_to_predict_the_next_token_not_the_one_aft
 class Numerals:
     """A tokenizer of numbers between spaces, as far as generation needs one."""
 
-    vocab_size, eos_id = 64, E
+    vocab_size, eos_id, start_id, stop_ids = 64, E, E, (E,)
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]

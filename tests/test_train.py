@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -41,7 +41,7 @@ from jaxgpt.errors import (
 )
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.tokenization import tokenizer
-from jaxgpt.train import last_step, train
+from jaxgpt.train import train
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,8 @@ def test_logged_losses_rates_and_evaluations_come_as_in_an_unbroken_run(monkeypa
 def test_tokens_per_step_are_stated_and_the_same_on_one_device_and_on_eight(
     monkeypatch, root, golden
 ):
-    make_mesh, said = meshes.make_mesh, []
-    monkeypatch.setattr(meshes, "make_mesh", lambda cfg: make_mesh(cfg, jax.devices()[:1]))
+    said: list[str] = []
+    on_one_device(monkeypatch)
     one_step = {"train__num_steps": 1, "optim__warmup_steps": 0}
     train(tiny(root, "one-device", **one_step), said.append)
     stated = [line.rpartition("; ")[2] for line in said if "tokens per step" in line]
@@ -213,30 +213,130 @@ def test_a_batch_changed_on_resume_goes_on_to_the_end_of_the_data(monkeypatch, r
     assert (outcome.step, outcome.position) == (3 + more, 3 * 16 + 8 * more)
 
 
-@pytest.mark.parametrize(
-    "step, position, batch, limit, last",
-    [
-        (0, 0, 16, 0, 9),  # of 145 rows, 1 is left over
-        (3, 48, 8, 0, 15),
-        (3, 48, 97, 0, 4),
-        (3, 48, 98, 0, 3),
-        (3, 24, 16, 0, 10),
-        (3, 24, 16, 9, 9),
-        (18, 144, 16, 0, 18),
-    ],
-)
-def test_the_last_step_is_the_last_whole_batch_after_what_was_consumed(
-    root, step, position, batch, limit, last
+# 2 rows until token 64 (updates at rows 0 and 2), 4 until token 160 (at 4 and 8), then 8.
+GROWING = {
+    "train__global_batch": 8,
+    "train__batch_ramp": {"64": 2, "160": 4},
+    "train__micro_batch": 2,
+    "train__num_steps": 6,
+    "optim__warmup_steps": 0,
+    "optim__warmup_tokens": 64,
+    "optim__schedule": "constant",
+    "checkpoint__every": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def growing(root) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        on_one_device(patch)
+        train(tiny(root, "growing", **GROWING))
+    return root / "growing"
+
+
+def on_one_device(monkeypatch) -> None:
+    make_mesh = meshes.make_mesh
+    monkeypatch.setattr(meshes, "make_mesh", lambda cfg: make_mesh(cfg, jax.devices()[:1]))
+
+
+def test_a_growing_batch_takes_the_rows_that_its_position_says(growing, golden):
+    table = [row for row in rows(growing) if "loss" in row]
+    assert [row["position"] for row in table] == [2, 4, 8, 12, 20, 28]
+    assert [row["tokens"] for row in table] == [16 * row["position"] for row in table]
+    assert [row["seen"] + row["padded"] for row in table] == [row["tokens"] for row in table]
+    # 64 tokens of warm-up are 2 updates of 2 rows.
+    assert [row["lr"] for row in table] == pytest.approx([5e-3, *[1e-2] * 5])
+    right = {row["position"]: row["rows_digest"] for row in rows(golden) if "loss" in row}
+    assert table[2]["rows_digest"] == right[8]
+
+
+@pytest.mark.parametrize("step", [2, 4])  # at a change, and between the last change and the end
+def test_a_growing_batch_goes_on_bit_for_bit_after_an_interruption(
+    monkeypatch, root, growing, capsys, step
 ):
-    record = SimpleNamespace(step=step, position=position) if step else None
-    changes = {"train__num_steps": limit, "optim__warmup_steps": 0, "data__max_epochs": 1.0}
-    cfg = tiny(root, "none", train__global_batch=batch, **changes)
-    data = SimpleNamespace(end=145)
+    on_one_device(monkeypatch)
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        with pytest.raises(Interrupted):
+            train(tiny(root, f"growing-{step}", **GROWING))
+    train(tiny(root, f"growing-{step}", **GROWING))
+    exact = ("step", "position", "tokens", "loss", "lr", "grad_norm", "rows_digest", "seen")
+    tables = [
+        [[row[key] for key in exact] for row in rows(run) if "loss" in row]
+        for run in (growing, root / f"growing-{step}")
+    ]
+    assert tables[0] == tables[1]
+    assert fingerprints(root / f"growing-{step}", 6) == fingerprints(growing, 6)
+    said = [line for line in capsys.readouterr().err.splitlines() if "rows per update" in line]
+    assert said == [
+        f"from step {number} on {count} rows per update (train.batch_ramp)"
+        for number, count in ((3, 4), (5, 8))
+        if number not in (step + 1,)  # the first of a process is said with the tokens per step
+    ]
+
+
+def test_another_ramp_on_resume_goes_on_with_the_next_row(monkeypatch, root):
+    on_one_device(monkeypatch)
+    changed = GROWING | {"train__batch_ramp": {"160": 4, "192": 6}}
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Interrupted):
+            train(tiny(root, "regrown", **GROWING))
+    train(tiny(root, "regrown", **changed))
+    table = [row for row in rows(root / "regrown") if "loss" in row]
+    assert [row["position"] for row in table] == [2, 4, 8, 12, 20, 28]
+
+
+def test_a_ramp_ends_with_the_data(monkeypatch, root):
+    on_one_device(monkeypatch)
     said: list[str] = []
-    assert last_step(cfg, data, record, said.append) == last
-    left = (145 - position) % batch
-    words = f"the data ends after {last} steps (data.max_epochs)"
-    assert said == ([] if limit else [words + (f", {left} rows left over" if left else "")])
+    few = {"train__num_steps": 0, "data__max_epochs": 0.1}
+    outcome = train(tiny(root, "short-ramp", **GROWING | few), said.append)
+    # A tenth of 145 rows are 14: updates of 2, 2, 4 and 4 rows, and 2 left over.
+    assert (outcome.step, outcome.position) == (4, 12)
+    assert "the data ends after 4 steps (data.max_epochs), 2 rows left over" in said
+    (stated,) = [line for line in said if "tokens per step" in line]
+    assert "; 2 until 64 tokens, then 4 until 160 tokens, then 8 rows x 16 = 128" in stated
+    (formats,) = [line for line in said if line.startswith("dtypes:")]
+    assert "compute float32" in formats
+
+
+def test_a_batch_of_a_ramp_that_does_not_divide_over_the_devices_is_refused(root):
+    with pytest.raises(ConfigError, match=r"train.batch_ramp\['64'\] = 4 rows.* 8 devices"):
+        train(tiny(root, "refused", train__batch_ramp={"64": 4}))
+
+
+def test_evaluations_use_the_moving_average_where_there_is_one(root, capsys):
+    from jaxgpt.checkpoint.store import load_params
+    from jaxgpt.evaluation.perplexity import evaluate
+
+    averaging = {"optim__ema_decay": 0.9, "eval__every": 3, "train__num_steps": 6}
+    said: list[str] = []
+    outcome = train(tiny(root, "averaged", **averaging), said.append)
+    words = "evaluations use the moving average of the weights"
+    assert len([line for line in said if words in line]) == 1
+    found = {}
+    for weights in ("ema", "last", "best"):
+        cfg, params = load_params(root / "averaged", weights=weights)
+        with contextlib.closing(open_store(root / "store", "valid")) as store:
+            found[weights] = evaluate(cfg, params, store).loss
+    assert outcome.results["valid"].loss == pytest.approx(found["ema"], rel=1e-6)
+    assert found["best"] == found["ema"] and abs(found["ema"] - found["last"]) > 1e-3
+
+
+def test_a_run_starts_from_the_weights_of_another_and_resumes_as_itself(root, golden):
+    heir = {"run__init_from": str(golden), "train__num_steps": 2, "optim__warmup_steps": 0}
+    said: list[str] = []
+    train(tiny(root, "heir", **heir), said.append)
+    assert [line for line in said if "run.init_from" in line] == [
+        f"starting from the weights of {golden}/ckpt/20, step 20 (run.init_from)"
+    ]
+    trained, fresh = (rows(run)[0] for run in (root / "heir", golden))
+    assert (trained["step"], trained["position"]) == (1, 8)  # the same rows with better weights
+    assert trained["loss"] < fresh["loss"] - 0.5
+    assert config.load(root / "heir/config.toml").run.init_from == str(golden)
+    train(tiny(root, "heir", **heir | {"run__init_from": "/gone", "train__num_steps": 3}))
+    assert rows(root / "heir")[-1]["step"] == 3
 
 
 def test_steps_that_were_skipped_have_consumed_their_rows(root, golden):

@@ -8,6 +8,7 @@ whether what was read is right; that is the business of the record and the finge
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.model.params import Params, restack
 
 Array = jax.Array
+PARTS = "parts"  # folder of a step that was written part by part, see `parts`
+_IN_LAYER = re.compile(r"(?:.*\.)?(layers\.[0-9]+)\.[^.]+")
 
 
 def open_writer(timeout: float) -> ocp.AsyncCheckpointer:
@@ -50,6 +53,8 @@ def read(directory: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, 
 
     The caller has compared shapes and dtypes with the record: Orbax would cast without a word.
     """
+    if (directory / PARTS).is_dir():
+        return _read_parts(directory / PARTS, leaves)
     stored = {name: leaf for name, leaf in leaves.items() if leaf.size}
     placements = {name: _restore_args(leaf) for name, leaf in stored.items()}
     args = ocp.args.PyTreeRestore(item=stored, restore_args=placements, partial_restore=True)
@@ -60,6 +65,22 @@ def read(directory: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, 
     return {
         name: restored[name] if name in stored else _empty(leaf) for name, leaf in leaves.items()
     }
+
+
+def part_of(leaf: str) -> str:
+    """Return the part that holds a leaf: `layers.3` of `params.layers.3.wq`, else its last word."""
+    match = _IN_LAYER.fullmatch(leaf)
+    return match[1] if match else leaf.rpartition(".")[2]
+
+
+def _read_parts(folder: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    groups: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    for name, leaf in leaves.items():
+        groups.setdefault(part_of(name), {})[name] = leaf
+    values: dict[str, Array] = {}
+    for part, group in groups.items():
+        values |= read(folder / part, group)
+    return {name: values[name] for name in leaves}
 
 
 def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
@@ -79,7 +100,8 @@ def _placement(leaf: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
 
 def holds_arrays(directory: Path) -> bool:
     """Return whether Orbax has written (or begun to write) arrays here."""
-    return any((directory / name).exists() for name in ("_CHECKPOINT_METADATA", "manifest.ocdbt"))
+    written = ("_CHECKPOINT_METADATA", "manifest.ocdbt", PARTS)
+    return any((directory / name).exists() for name in written)
 
 
 # Layouts of the parameters.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.typing import DTypeLike
@@ -16,14 +16,16 @@ from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.checkpoint.record import Damaged, Record
 from jaxgpt.checkpoint.verify import print_line, read_record, read_verified
 from jaxgpt.config import Config
-from jaxgpt.errors import DataError, NothingRestorable
+from jaxgpt.errors import ConfigError, DataError, NothingRestorable
 from jaxgpt.model import params
 from jaxgpt.model.params import Params
 from jaxgpt.tokenization import tokenizer
 
 TOKENIZER = "tokenizer.model"
-PREFIX = "params."  # of the parameters' leaves in a training state
+# Of the leaves in a training state: the weights after the last update, and their moving average.
+PREFIX = {"last": "params.", "ema": "opt_state.ema."}
 DTYPES = ("float32", "bfloat16", "float16")
+Weights = Literal["last", "ema", "best"]
 
 
 def load_params(
@@ -31,6 +33,7 @@ def load_params(
     step: int | None = None,
     dtype: DTypeLike | None = None,
     *,
+    weights: Weights = "last",
     shardings: Callable[[Config], Params] | None = None,
     log: Callable[[str], None] = print_line,
 ) -> tuple[Config, Params]:
@@ -38,12 +41,15 @@ def load_params(
 
     `path` is a run folder, its ckpt folder, or the folder of one step. Without a step the newest
     finite one that passes verification is taken, saying so if it is not the newest; a step that is
-    named never falls back. Parameters are verified as saved, then cast to `dtype` if given.
+    named never falls back. `weights`: those after the last update; "ema": their moving average,
+    ConfigError if the step holds none; "best": the average if it does. They are verified as saved,
+    then cast to `dtype` if given.
     `shardings` maps the configuration to placements; by default all go to the first device.
     Nothing is moved or deleted. Raises NothingRestorable, StorageError, and ConfigError for a
     configuration that this version does not know.
     """
-    cfg, loaded, _ = load_step(path, step, dtype, shardings=shardings, log=log)
+    options = {"weights": weights, "shardings": shardings, "log": log}
+    cfg, loaded, _ = load_step(path, step, dtype, **options)
     return cfg, loaded
 
 
@@ -52,6 +58,7 @@ def load_step(
     step: int | None = None,
     dtype: DTypeLike | None = None,
     *,
+    weights: Weights = "last",
     shardings: Callable[[Config], Params] | None = None,
     log: Callable[[str], None] = print_line,
 ) -> tuple[Config, Params, Record]:
@@ -65,7 +72,7 @@ def load_step(
             record = read_record(root, candidate)
             if step is None and not record.finite:
                 raise Damaged(f"{directory}: holds NaN or infinity")
-            cfg, loaded = _load(directory, record, shardings)
+            cfg, loaded = _load(directory, record, weights, shardings)
         except Damaged as damage:
             if step is not None:
                 raise
@@ -76,6 +83,29 @@ def load_step(
             loaded = jax.tree.map(lambda leaf: leaf.astype(dtype), loaded)
         return cfg, loaded, record
     raise NothingRestorable(f"{root}: no checkpoint passes verification: {'; '.join(tried)}")
+
+
+def find_step(path: str | Path) -> tuple[Path, Record]:
+    """Return the folder and the record of the step that a path names, or of its newest finite one.
+
+    `path` is one of those that `load_params` takes; arrays are not read. Raises NothingRestorable.
+    """
+    root, named = _locate(Path(path))
+    tried: list[str] = []
+    for step in reversed(commit.list_steps(root)) if named is None else [named]:
+        try:
+            record = read_record(root, step)
+            if record.finite:
+                return root / str(step), record
+            tried.append(f"{root / str(step)}: holds NaN or infinity")
+        except Damaged as damage:
+            tried.append(str(damage))
+    raise NothingRestorable(f"{path}: no checkpoint can be used: {'; '.join(tried)}")
+
+
+def averaged(record: Record) -> bool:
+    """Tell whether a step holds a moving average of the weights (optim.ema_decay)."""
+    return any(leaf.path.startswith(PREFIX["ema"]) for leaf in record.leaves)
 
 
 def newest_record(run_dir: Path) -> Record | None:
@@ -148,19 +178,33 @@ def _locate(path: Path) -> tuple[Path, int | None]:
 
 
 def _load(
-    directory: Path, record: Record, shardings: Callable[[Config], Params] | None
+    directory: Path,
+    record: Record,
+    weights: Weights,
+    shardings: Callable[[Config], Params] | None,
 ) -> tuple[Config, Params]:
+    if weights == "ema" and not averaged(record):
+        raise ConfigError(
+            f"{directory}: holds no moving average of the weights (optim.ema_decay); take the last"
+        )
+    if weights == "best":
+        weights = "ema" if averaged(record) else "last"
+    prefix = PREFIX[weights]
     cfg = config.from_dict(record.config)
     shapes = params.abstract(params.specs(cfg.model))
     placements = named_leaves(shardings(cfg)) if shardings else {}
-    saved = {leaf.path.removeprefix(PREFIX): leaf for leaf in record.leaves}
+    saved = {
+        leaf.path.removeprefix(prefix): leaf
+        for leaf in record.leaves
+        if leaf.path.startswith(prefix)
+    }
     wanted = {}
     for name, shape in named_leaves(shapes).items():
         leaf = saved.get(name)
         if leaf is None or leaf.shape != shape.shape or leaf.dtype not in DTYPES:
             found = f"{leaf.dtype}{list(leaf.shape)}" if leaf else "nothing"
             raise Damaged(
-                f"{directory}: {PREFIX}{name} is {found}, by the configuration {list(shape.shape)}"
+                f"{directory}: {prefix}{name} is {found}, by the configuration {list(shape.shape)}"
             )
         wanted[leaf.path] = jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=placements.get(name)

@@ -100,6 +100,14 @@ def _check_belongs(
     directory: Path, record: Record, leaves: dict[str, jax.ShapeDtypeStruct], wanted: Wanted
 ) -> list[str]:
     """Return the digests that differ and may; raises ConfigError with everything that may not."""
+    if not any(leaf.path.startswith("opt_state.") for leaf in record.leaves) and any(
+        name.startswith("opt_state.") for name in leaves
+    ):
+        raise ConfigError(
+            f"{directory}: holds weights alone, as `jaxgpt hf import` writes them: no run to go on "
+            f"with; start one from them with run.init_from={directory.parent.parent} and another "
+            "run.dir"
+        )
     saved, now = record.identity, wanted.identity
     different = [name for name in sorted(saved | now) if saved.get(name) != now.get(name)]
     problems = [

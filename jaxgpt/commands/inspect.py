@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgpt import config
+from jaxgpt import config, ramp
 from jaxgpt.commands.data import is_prepared
 from jaxgpt.commands.terminal import excerpt, load_config, say, show, table, visible
 from jaxgpt.config import Config
@@ -24,6 +24,7 @@ from jaxgpt.data import inspect
 from jaxgpt.data.history import History
 from jaxgpt.data.stream import Data, open_data
 from jaxgpt.errors import ConfigError
+from jaxgpt.ramp import Span
 from jaxgpt.validation import num_steps
 
 PRINTED = 100  # sightings in the text for people; --json has all up to --limit
@@ -32,29 +33,38 @@ PRINTED = 100  # sightings in the text for people; --json has all up to --limit
 class Steps(NamedTuple):
     """How steps and positions correspond: from a saved step and its position on, batch by batch."""
 
-    batch: int
-    step: int = 0
-    position: int = 0
+    spans: tuple[Span, ...]
+
+    @property
+    def start(self) -> Span:
+        """The span in which the first known step lies: what came before had other batches."""
+        return self.spans[0]
 
     def first(self, step: int) -> int:
         """Return the position of the first row of a step."""
-        if step <= self.step:
+        if step <= self.start.step:
             raise ConfigError(
-                f"step {step}: batches of this run had other sizes before step {self.step + 1}; "
-                "give a --position (metrics.jsonl has the one after each logged step)"
+                f"step {step}: batches of this run had other sizes before step "
+                f"{self.start.step + 1}; give a --position (metrics.jsonl has the one after each "
+                "logged step)"
             )
-        return self.position + (step - 1 - self.step) * self.batch
+        return ramp.position_after(self.spans, step - 1)
+
+    def end(self, step: int) -> int:
+        """Return the position after the last row of a step; an estimate before the first known."""
+        if step < self.start.step:
+            return max(0, self.start.position - (self.start.step - step) * self.start.rows)
+        return ramp.position_after(self.spans, step)
 
     def of(self, position: int) -> tuple[int | None, int | None]:
         """Return the step and the row in its batch at a position; None where it is not known."""
-        if position < self.position:
+        if position < self.start.position:
             return None, None
-        step, row = divmod(position - self.position, self.batch)
-        return self.step + step + 1, row + 1
+        return ramp.place(self.spans, position)
 
     def last(self, data: Data) -> int:
         """Return the last step that has a whole batch."""
-        return self.step + (data.end - self.position) // self.batch
+        return ramp.whole_steps(self.spans, data.end)
 
 
 class Subject(NamedTuple):
@@ -74,9 +84,9 @@ def opened(words: list[str], held_out: bool = False, store: str = "") -> Iterato
         cfg, history, steps = _run(folders[0], [word for word in words if word != folders[0]])
     else:
         cfg = load_config(words)
-    steps = steps or Steps(cfg.train.global_batch)
+    steps = steps or Steps(ramp.spans(cfg))
     if held_out:
-        cfg, history, steps = _held_out(cfg, store), None, Steps(cfg.train.global_batch)
+        cfg, history = _held_out(cfg, store), None
     data = open_data(
         cfg.data,
         seq_len=cfg.model.seq_len,
@@ -103,14 +113,14 @@ def _run(folder: str, words: list[str]) -> tuple[Config, History | None, Steps |
             f"{folder}: no config.toml in it; name a CONFIG.toml or a run folder{store}"
         )
     from jaxgpt.checkpoint.load import newest_record
-    from jaxgpt.train import recorded_history
+    from jaxgpt.start import recorded_history
 
     cfg = load_config([str(path), *words])
     cfg = config.with_values(cfg, folder, run={"dir": folder, "overwrite": False})
     record = newest_record(Path(folder))
     steps = None
-    if record and record.position != record.step * cfg.train.global_batch:
-        steps = Steps(cfg.train.global_batch, record.step, record.position)
+    if record and record.position != ramp.position_after(ramp.spans(cfg), record.step):
+        steps = Steps(ramp.spans(cfg, record.step, record.position))
     return cfg, recorded_history(cfg, record), steps
 
 
@@ -150,7 +160,7 @@ def data_show(args: argparse.Namespace) -> dict[str, Any]:
         else:
             _add_text(wanted[0], rows[0])
             show(args, row_text(rows[0]))
-    total = num_steps(cfg, steps.step, steps.position)
+    total = num_steps(cfg, steps.start.step, steps.start.position)
     if args.step is not None and 0 < total < args.step:
         say(f"step {args.step} comes after the last of this run, {total}")
     return {"split": args.split, "seq_len": data.seq_len, "rows": rows}
@@ -163,14 +173,14 @@ def _positions(args: argparse.Namespace, data: Data, steps: Steps) -> np.ndarray
         return np.array([args.position])
     if args.step > steps.last(data):
         raise ConfigError(f"--step {args.step}: the data ends after step {steps.last(data)}")
-    if args.row and args.row > steps.batch:
+    first, end = steps.first(args.step), steps.end(args.step)
+    if args.row and args.row > end - first:
         raise ConfigError(
-            f"--row {args.row}: a step has rows 1 to {steps.batch} (train.global_batch)"
+            f"--row {args.row}: step {args.step} has rows 1 to {end - first} (train.global_batch)"
         )
-    first = steps.first(args.step)
     if args.row:
         return np.array([first + args.row - 1])
-    return np.arange(first, first + steps.batch)
+    return np.arange(first, end)
 
 
 def row_facts(sample: inspect.Sample, step: int | None, row: int | None) -> dict[str, Any]:
@@ -257,7 +267,7 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
 def data_find(args: argparse.Namespace) -> dict[str, Any]:
     """Print the steps and rows at which a run sees a document."""
     with opened(args.config) as (cfg, data, steps):
-        total = num_steps(cfg, steps.step, steps.position)
+        total = num_steps(cfg, steps.start.step, steps.start.position)
         last = min(args.steps or total, total or args.steps or 0)
         last = min(last or steps.last(data), steps.last(data))
         if not (args.steps or total) and data.mixture.end is None:
@@ -268,7 +278,7 @@ def data_find(args: argparse.Namespace) -> dict[str, Any]:
         rows = data.sources[source]
         begin, end = rows.store.document_span(document)
         places = inspect.places(rows, document)
-        stop = max(0, steps.position + (last - steps.step) * steps.batch)
+        stop = steps.end(last)
         start = min(stop, steps.first(args.first_step) if args.first_step > 1 else 0)
         count = inspect.count_sightings(data, source, document, start, stop)
         found = inspect.sightings(data, source, document, start, stop)

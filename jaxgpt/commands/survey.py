@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxgpt import ramp
 from jaxgpt.commands.data import LEFT_OUT
 from jaxgpt.commands.inspect import Steps, opened
 from jaxgpt.commands.terminal import progress_line, say, show, table, visible
@@ -90,11 +91,11 @@ def _lengths_line(name: str) -> Any:
 
 def run_usage(cfg: Config, data: Data, steps: Steps) -> dict[str, Any]:
     """Return how the run of a configuration will use its stores, as JSON values."""
-    wanted = num_steps(cfg, steps.step, steps.position)
+    wanted = num_steps(cfg, steps.start.step, steps.start.position)
     there = steps.last(data)
     endless = data.mixture.end is None
     total = min(wanted, there) if wanted else None if endless else there
-    stop = None if total is None else steps.position + (total - steps.step) * steps.batch
+    stop = None if total is None else steps.end(total)
     passes = {} if stop is None else epochs(data, stop)
     out = ends(data.mixture)
     names = dict(zip(data.mixture.names, data.names, strict=True))
@@ -122,10 +123,11 @@ def run_usage(cfg: Config, data: Data, steps: Steps) -> dict[str, Any]:
         "seq_len": data.seq_len,
         "packing": cfg.data.packing,
         "order": cfg.data.order,
-        "global_batch": steps.batch,
+        "global_batch": cfg.train.global_batch,
+        "batch_ramp": cfg.train.batch_ramp,
         "steps": total,
         "data_ends_after_step": None if endless else there,
-        "rows_left_over": None if endless else (data.end - steps.position) % steps.batch,
+        "rows_left_over": None if endless else max(0, data.end - steps.end(there)),
         "plan": [
             {"start": start, "weights": {names[digest]: w for digest, w in weights.items()}}
             for start, weights in data.mixture.plan
@@ -151,7 +153,7 @@ def usage_text(usage: dict[str, Any]) -> str:
     steps = "no end" if usage["steps"] is None else f"{usage['steps']:,} steps"
     text = (
         f"rows of {usage['seq_len']:,} packed {usage['packing']} in {usage['order']} order, "
-        f"{usage['global_batch']:,} a step, {steps}"
+        f"{ramp.describe(usage['batch_ramp'])}{usage['global_batch']:,} a step, {steps}"
     )
     if usage["data_ends_after_step"] is not None:
         text += (

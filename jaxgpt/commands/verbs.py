@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "data verify": look,
         "data show": look,
         "data find": look,
+        "hf import": hugging_face,
+        "hf export": hugging_face,
     }
     action = getattr(args, "action", None)
     return verbs[f"{args.verb} {action}" if action else args.verb](args)
@@ -56,6 +58,13 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
         "find": inspect_commands.data_find,
     }
     return verbs[args.action](args)
+
+
+def hugging_face(args: argparse.Namespace) -> dict[str, Any]:
+    """Run a verb that takes models in or out."""
+    from jaxgpt.commands import hf as hf_commands
+
+    return hf_commands.hf_import(args) if args.action == "import" else hf_commands.hf_export(args)
 
 
 # Training.
@@ -82,11 +91,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate a checkpoint on held-out stores or text."""
     from jaxgpt import runtime
-    from jaxgpt.checkpoint.load import find_tokenizer, load_step
+    from jaxgpt.checkpoint.load import find_tokenizer
     from jaxgpt.evaluation import perplexity
     from jaxgpt.tokenization import tokenizer
 
-    cfg, params, record = load_step(args.run, step=args.step)
+    cfg, params, record = load_weights(args)
     for line in runtime.start_jax(cfg).lines:
         say(line)
     digest = record.identity.get("tokenizer")
@@ -117,6 +126,22 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     return {
         name: result.to_dict() | {"baselines": baselines[name]} for name, result in results.items()
     }
+
+
+def load_weights(args: argparse.Namespace) -> tuple[Config, Any, Any]:
+    """Return configuration, weights and commit record of a checkpoint, as --weights and --dtype
+    ask for them, and say what was taken."""
+    from jaxgpt.checkpoint.load import averaged, load_step
+
+    cfg, params, record = load_step(args.run, step=args.step, weights=args.weights or "best")
+    if args.dtype:
+        cfg = config.with_values(cfg, f"--dtype {args.dtype}", train={"compute_dtype": args.dtype})
+    average = averaged(record) and args.weights != "last"
+    say(
+        f"step {record.step}: {'moving average of the weights' if average else 'last weights'} in "
+        f"{params.embed.dtype}, computing in {cfg.train.compute_dtype}"
+    )
+    return cfg, params, record
 
 
 def eval_inputs(args: argparse.Namespace, cfg: Config, record: Any) -> Iterator[tuple[str, Any]]:
@@ -151,7 +176,7 @@ def split_name(text: str) -> tuple[str, str]:
 def generate(args: argparse.Namespace) -> dict[str, Any]:
     """Write text with a checkpoint: one row as it comes, several when they are done."""
     from jaxgpt import runtime
-    from jaxgpt.checkpoint.load import find_tokenizer, load_step
+    from jaxgpt.checkpoint.load import find_tokenizer
     from jaxgpt.evaluation import generate as generation
     from jaxgpt.evaluation.sampling import Sampling
     from jaxgpt.tokenization import tokenizer
@@ -165,7 +190,7 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
     )
     prompts = [*args.prompt, *(read_lines(args.prompt_file) if args.prompt_file else [])] or [""]
     prompts = [prompt for prompt in prompts for _ in range(args.samples)]
-    cfg, params, record = load_step(args.run, step=args.step)
+    cfg, params, record = load_weights(args)
     runtime.start_jax(cfg)
     tok = tokenizer.load(find_tokenizer(args.run))
     streaming = len(prompts) == 1 and not args.json

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from jaxgpt.data.packing import Batch, Rows, cut, gather, num_rows
 from jaxgpt.data.store import Store
 from jaxgpt.data.stream import MAX_POSITION, Data, locate
 from jaxgpt.errors import ConfigError
+from jaxgpt.ramp import Span
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,34 @@ def batches(
         num_batches=most if num_batches is None else min(num_batches, most),
         prefetch=prefetch,
     )
+
+
+def batches_of_spans(
+    data: Data,
+    spans: Iterable[Span],
+    *,
+    micro_batch: int = 0,
+    rows: Callable[[int], slice] | None = None,
+    prefetch: int = 4,
+) -> Iterator[Batch]:
+    """Iterate over the batches of spans, which differ in their rows; a generator, to be closed.
+
+    Arguments and errors as `batches`; micro-batches of `micro_batch` rows (0: whole batches), of
+    which `rows(micro_rows)` are this process's. Each span is read ahead on its own.
+    """
+    for span in spans:
+        micro_rows = micro_batch or span.rows
+        source = batches(
+            data,
+            position=span.position,
+            global_batch=span.rows,
+            accum_steps=span.rows // micro_rows,
+            rows=rows(micro_rows) if rows else None,
+            num_batches=span.updates,
+            prefetch=prefetch,
+        )
+        with source:
+            yield from source
 
 
 def eval_batches(

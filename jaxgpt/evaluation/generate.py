@@ -1,9 +1,11 @@
 """Text from a model: prompts of unequal length at once, an id per row and step, streamed.
 
-Every prompt is preceded by E, the end-of-text id that opens each document in training, and a row
-stops at the next E. Prompts are padded on the right and each row has its own positions, so a pad is
-neither seen nor counted. Randomness is counted, not carried: the key of a draw comes from the seed,
-the row's own sample index and how many ids it has drawn, so rows do not depend on their neighbours.
+Every prompt is preceded by the start id of its tokenizer: E, the end-of-text id that opens each
+document in training, or the begin-of-text symbol of an imported model that had one. A row stops at
+the next E, or at another id that ends texts. Prompts are padded on the right and each row has its
+own positions, so a pad is neither seen nor counted. Randomness is counted, not carried: the key of
+a draw comes from the seed, the row's own sample index and how many ids it has drawn, so rows do not
+depend on their neighbours.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class Generation:
 
     `ids` are the new ids, the closing E included where the row ended with one; `text` is what they
     say, without E. `logprobs` are the natural logarithms of the probabilities that the model itself
-    gave to `ids`, before penalty, temperature and filters. `finished_reason` is "eos", or "length"
-    after max_new_tokens.
+    gave to `ids`, before penalty, temperature and filters. `finished_reason` is "eos", also for
+    another id that ends texts, or "length" after max_new_tokens.
     """
 
     text: str
@@ -51,13 +53,13 @@ class Generation:
 
 @dataclass
 class Row:
-    """A row while it grows: E, prompt and new ids; those before `start` have left the context."""
+    """A row while it grows: start id, prompt, new ids; those before `start` are out of context."""
 
     ids: list[int]
     prompt_len: int
     start: int = 0
     logprobs: list[float] = field(default_factory=list)
-    stopped: bool = False  # at E
+    stopped: bool = False  # at E or another id that ends texts
     done: bool = False
 
     @property
@@ -67,7 +69,7 @@ class Row:
 
     @property
     def has_text(self) -> bool:
-        """Whether new ids continue a text: there is a prompt, E is not all."""
+        """Whether new ids continue a text: there is a prompt."""
         return self.prompt_len > 1
 
 
@@ -95,10 +97,10 @@ def generate(
     to its text. `dtype` is that of the computation, `cache_dtype` (default: the same) that of the
     stored keys and values. Without `use_cache` each step computes the whole context again.
 
-    The context holds `cfg.seq_len` ids, E included. ConfigError names the numbers when prompt and
-    new ids do not fit; with `window`, a row whose context is full goes on from its last
-    `seq_len // 2` ids, at positions from 0. Raises DataError for ids that the model does not have,
-    and NumericsError for logits that are not finite.
+    The context holds `cfg.seq_len` ids, the one in front included. ConfigError names the numbers
+    when prompt and new ids do not fit; with `window`, a row whose context is full goes on from its
+    last `seq_len // 2` ids, at positions from 0. Raises DataError for ids that the model does not
+    have, and NumericsError for logits that are not finite.
     """
     if not prompts:
         return []
@@ -108,7 +110,7 @@ def generate(
     indices = list(range(len(rows)) if indices is None else indices)
     if len(rows) == 1 and dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         # XLA:CPU multiplies one bf16 row 8 times slower than two (124M: 165 and 21 ms per id).
-        rows, indices = [*rows, Row([tok.eos_id], 1, done=True)], [*indices, 0]
+        rows, indices = [*rows, Row([tok.start_id], 1, done=True)], [*indices, 0]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(indices))
     seen = _seen(cfg, rows) if sampling.repetition_penalty != 1 else None
     params = _prepare(params, dtype)
@@ -137,7 +139,7 @@ def generate(
                 )
             row.ids.append(new_id)
             row.logprobs.append(logprob)
-            row.stopped = stop_at_eos and new_id == tok.eos_id
+            row.stopped = stop_at_eos and new_id in tok.stop_ids
             row.done = row.stopped or final
             if on_text:
                 piece = "" if row.stopped else decoders[index].feed(new_id)
@@ -154,7 +156,7 @@ def generate(
 def _open_rows(
     cfg: ModelConfig, tok: Tokenizer, prompts: Sequence[str], max_new_tokens: int, window: bool
 ) -> list[Row]:
-    """Encode the prompts behind E; refuse what the vocabulary or the context cannot hold."""
+    """Encode prompts behind the start id; refuse what vocabulary or context cannot hold."""
     if max_new_tokens < 1:
         raise ConfigError(f"generate: max_new_tokens = {max_new_tokens}: must be at least 1")
     if tok.vocab_size > cfg.vocab_size:
@@ -164,7 +166,7 @@ def _open_rows(
         )
     rows = []
     for index, prompt in enumerate(prompts):
-        ids = [tok.eos_id, *tok.encode(prompt)]
+        ids = [tok.start_id, *tok.encode(prompt)]
         if not all(0 <= token < cfg.vocab_size for token in ids):
             bad = next(token for token in ids if not 0 <= token < cfg.vocab_size)
             raise DataError(
@@ -174,7 +176,7 @@ def _open_rows(
             fits = cfg.seq_len - len(ids)
             advice = f"at most {fits} new" if fits > 0 else "a shorter prompt"
             raise ConfigError(
-                f"generate: prompt {index} has {len(ids)} tokens (end-of-text in front included), "
+                f"generate: prompt {index} has {len(ids)} tokens (the one in front included), "
                 f"and max_new_tokens = {max_new_tokens} makes {len(ids) + max_new_tokens}, but "
                 f"model.seq_len = {cfg.seq_len}: ask for {advice}, or set window"
             )
@@ -183,7 +185,7 @@ def _open_rows(
 
 
 def _seen(cfg: ModelConfig, rows: list[Row]) -> Array:
-    """Return which ids each prompt holds, bool [B, V]; the E in front is not counted as said."""
+    """Return which ids each prompt holds, bool [B, V]; the id in front is not counted."""
     seen = np.zeros((len(rows), cfg.vocab_size), bool)
     for mark, row in zip(seen, rows, strict=True):
         mark[row.ids[1:]] = True

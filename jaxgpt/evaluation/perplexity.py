@@ -35,10 +35,11 @@ from jaxgpt.errors import DataError, NumericsError
 from jaxgpt.model import gpt
 from jaxgpt.model.params import Params
 from jaxgpt.parallel.mesh import batch_shards, platform
-from jaxgpt.parallel.sharding import constrain, replicated, rows_of_process, to_global
+from jaxgpt.parallel.sharding import constrain, on_shards, replicated, rows_of_process, to_global
 from jaxgpt.tokenization import tokenizer
 from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training.loss import chunk_tokens, token_losses
+from jaxgpt.training.step import logits_dtype
 
 MAX_EXPONENT = 709.0  # exp of more is not a float64
 READ_TOKENS = 1 << 20  # ids decoded at once
@@ -76,7 +77,7 @@ def evaluate(
     max_rows: int = 0,
     name: str = "",
 ) -> EvalResult:
-    """Evaluate on rows 0, 1, ... of a store, in `train.compute_dtype`.
+    """Evaluate on rows 0, 1, ... of a store, in `train.compute_dtype` and `train.logits_dtype`.
 
     `batch` rows are computed at once (default: eval.batch, else train.micro_batch); with params on
     a mesh it is rounded up to a multiple of the devices that split the rows, and every process of
@@ -103,7 +104,8 @@ def evaluate(
         max_rows=max_rows,
         rows=None if mesh is None else rows_of_process(mesh, batch),
     )
-    step = partial(_row_sums, cfg.model, params, dtype=cfg.train.compute_dtype, mesh=mesh)
+    dtypes = {"dtype": cfg.train.compute_dtype, "logits_dtype": str(logits_dtype(cfg))}
+    step = partial(_row_sums, cfg.model, params, **dtypes, mesh=mesh)
     sums = _one_late(step(rows if mesh is None else to_global(mesh, rows)) for rows in batches)
     losses, weights = np.concatenate([np.asarray(pair, np.float64) for pair in sums], axis=1)  # [R]
     if not np.isfinite(losses).all():
@@ -176,9 +178,15 @@ def summarize(losses: np.ndarray, weights: np.ndarray, num_bytes: int) -> EvalRe
     )
 
 
-@partial(jax.jit, static_argnames=("cfg", "dtype", "mesh"))
+@partial(jax.jit, static_argnames=("cfg", "dtype", "logits_dtype", "mesh"))
 def _row_sums(
-    cfg: ModelConfig, params: Params, batch: Batch, *, dtype: str, mesh: Mesh | None
+    cfg: ModelConfig,
+    params: Params,
+    batch: Batch,
+    *,
+    dtype: str,
+    logits_dtype: str,
+    mesh: Mesh | None,
 ) -> tuple[Array, Array]:
     """Return the loss sum and the token count of each row of a batch [1, B, T], [B] float32."""
     batch = jax.tree.map(lambda x: x[0], batch)  # [B, T]
@@ -191,6 +199,7 @@ def _row_sums(
         positions=batch.positions,
         dtype=dtype,
         constrain=place,
+        on_shards=partial(on_shards, mesh=mesh),
     )
     losses = token_losses(
         out,
@@ -199,6 +208,7 @@ def _row_sums(
         batch.weights,
         softcap=cfg.logit_softcap,
         dtype=dtype,
+        logits_dtype=logits_dtype,
         chunk=chunk_tokens(cfg.vocab_size, platform(mesh)) * batch_shards(mesh),
     )
     sums = losses.sum(axis=1), batch.weights.sum(axis=1)

@@ -40,6 +40,7 @@ class Call:
     positions: Array | None  # [B, T]; set only with a cache
     dropout_keys: Array | None  # [sites, B]
     weights: Array | None  # [B, T] float32, of the loss; None: not in training
+    on_shards: moe.OnShards | None = None  # runs a function on each device's part; None: as it is
 
 
 def block(
@@ -151,8 +152,9 @@ def _mlp(
     h = h.astype(call.dtype)
     if cfg.num_experts:
         out, router = moe.mlp(
-            cfg, p, h, weights=call.weights, segment_ids=call.segment_ids, constrain=call.constrain
-        )
+            cfg, p, h, weights=call.weights, segment_ids=call.segment_ids,
+            constrain=call.constrain, on_shards=call.on_shards,
+        )  # fmt: skip
         if p.shared_up is not None:
             shared = (p.shared_gate, None), (p.shared_up, None), (p.shared_down, None)
             out = out + _dense(cfg, h, *shared, call)

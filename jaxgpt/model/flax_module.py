@@ -5,6 +5,9 @@
     logits = model(tokens)                                   # [B, T, V]
 
 Parameters are `nnx.Param`s in the tree of `model.params`; the functions of `model.gpt` do the work.
+A model with experts trains with `forward`, which also returns the sums that their losses are made
+of. No gradient reaches a `router_bias`: whoever uses one moves it by those sums, and gives the
+optimiser a mask, lest weight decay pull it to 0.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model import gpt
+from jaxgpt.model.gpt import Forward
 from jaxgpt.model.params import Params
 
 Array = jax.Array
@@ -46,6 +50,14 @@ class GPT(nnx.Module):
     def __call__(self, tokens: Array, **options: Any) -> Any:
         """Return `gpt.apply`: float32 logits [B, T, V], or with a cache (logits, cache)."""
         return gpt.apply(self.cfg, self.pure(), tokens, dtype=self.dtype, **options)
+
+    def forward(self, tokens: Array, **options: Any) -> Forward:
+        """Return `gpt.forward`: hidden states, taps, and with loss `weights` the routers' sums."""
+        return gpt.forward(self.cfg, self.pure(), tokens, dtype=self.dtype, **options)
+
+    def logits(self, hidden: Array) -> Array:
+        """Return `gpt.logits`: float32 logits [..., V] of hidden states [..., D]."""
+        return gpt.logits(self.cfg, self.pure(), hidden)
 
     def hidden(self, tokens: Array, **options: Any) -> Any:
         """Return `gpt.hidden`: [B, T, D] in `dtype`, or with a cache (hidden, cache)."""

@@ -25,7 +25,7 @@ from jaxgpt.model import params as parameters
 from jaxgpt.model.attention import Impl
 from jaxgpt.model.blocks import EMBED_SITE, SITES_PER_LAYER, Call, block, drop, keys_at, norm
 from jaxgpt.model.cache import KVCache
-from jaxgpt.model.moe import RouterSums
+from jaxgpt.model.moe import OnShards, RouterSums
 from jaxgpt.model.params import LayerParams, Params
 from jaxgpt.model.positions import restart, rope_phases, sinusoids
 
@@ -63,6 +63,7 @@ def hidden(
     dropout_key: Array | None = None,
     impl: Impl | None = None,
     constrain: Constrain | None = None,
+    on_shards: OnShards | None = None,
 ) -> Array | tuple[Array, KVCache]:
     """Return what the head is applied to, [B, T, D] in `dtype`; with a cache (hidden, cache).
 
@@ -71,11 +72,13 @@ def hidden(
     dropout_key: one typed key, or one per row [B]; None turns dropout off, as in evaluation.
     With a cache, tokens are written at their positions and `cache.length` is set one past the
     last; see `model.cache` for padded prompts. Neither segments nor dropout go with a cache:
-    ValueError. `impl` chooses the attention (`model.attention`), None the fastest here.
+    ValueError. `impl` chooses the attention (`model.attention`), None the fastest here. On a mesh
+    `constrain` and `on_shards` place activations (`parallel.sharding`).
     """
     stream, _, cache, _ = _forward(
-        cfg, params, tokens, segment_ids, positions, cache, dtype, dropout_key, impl, constrain
-    )
+        cfg, params, tokens, segment_ids, positions, cache, dtype, dropout_key, impl, constrain,
+        on_shards,
+    )  # fmt: skip
     out = _final_norm(cfg, params, stream, dtype)
     return out if cache is None else (out, cache)
 
@@ -92,6 +95,7 @@ def forward(
     dropout_key: Array | None = None,
     impl: Impl | None = None,
     constrain: Constrain | None = None,
+    on_shards: OnShards | None = None,
 ) -> Forward:
     """Return `hidden`, the same of the blocks of `cfg.aux_layers`, and the sums of the routers.
 
@@ -100,7 +104,7 @@ def forward(
     """
     stream, taps, _, router = _forward(
         cfg, params, tokens, segment_ids, positions, None, dtype, dropout_key, impl, constrain,
-        weights,
+        on_shards, weights,
     )  # fmt: skip
     finish = partial(_final_norm, cfg, params, dtype=dtype)
     return Forward(finish(stream), {layer: finish(tap) for layer, tap in taps.items()}, router)
@@ -171,6 +175,7 @@ def _forward(
     dropout_key: Array | None,
     impl: Impl | None,
     constrain: Constrain | None,
+    on_shards: OnShards | None,
     weights: Array | None = None,
 ) -> tuple[Array, dict[int, Array], KVCache | None, RouterSums | None]:
     """Return the residual stream after the last block, those of `aux_layers`, cache and sums."""
@@ -198,6 +203,7 @@ def _forward(
         positions=positions if cache is not None else None,
         dropout_keys=_dropout_keys(cfg, dropout_key, B) if cfg.dropout else None,
         weights=weights,
+        on_shards=on_shards,
     )
     x = _embed(cfg, params, tokens, positions, call)
     x, taps, cache, router = _blocks(cfg, params.layers, x, cache, call)

@@ -226,7 +226,7 @@ def init(specs: Params, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
         return jnp.full(shape, scale, jnp.float32)
 
     def leaf(path: Any, spec: ParamSpec) -> Array:
-        key_of_name = jax.random.fold_in(key, zlib.crc32(_name(path)[0].encode()))
+        key_of_name = jax.random.fold_in(key, zlib.crc32(weight_name(path)[0].encode()))
         if spec.axes[0] != "layers":
             return draw(key_of_name, spec.shape, spec.init).astype(dtype)
         num_layers, *shape = spec.shape
@@ -250,7 +250,7 @@ def _normal_quantiles() -> Array:
     return jnp.asarray([inverse((i + 0.5) / 2**16) for i in range(2**16)], jnp.float32)
 
 
-def _name(path: Any) -> tuple[str, int]:
+def weight_name(path: Any) -> tuple[str, int]:
     """Return the name of a leaf, equal in both layouts, and its layer (0 outside of layers)."""
     parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     layer = next((int(part) for part in parts if part.isdigit()), 0)
@@ -271,7 +271,7 @@ def table(specs: Params) -> list[Row]:
     """Return one `Row` for each weight name, the same rows for both layouts."""
     rows: dict[str, Row] = {}
     for path, spec in jax.tree.leaves_with_path(specs):
-        name, _ = _name(path)
+        name, _ = weight_name(path)
         stacked = spec.axes[0] == "layers"
         shape, axes = (spec.shape[1:], spec.axes[1:]) if stacked else (spec.shape, spec.axes)
         repeats = spec.shape[0] if stacked else rows[name].repeats + 1 if name in rows else 1

@@ -67,21 +67,23 @@ def platform(mesh: Mesh | None) -> str:
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
-def check_batch(mesh: Mesh, global_batch: int, micro_rows: int) -> None:
+def check_batch(
+    mesh: Mesh, global_batch: int, micro_rows: int, key: str = "train.global_batch"
+) -> None:
     """Raise ConfigError unless rows divide evenly over micro-batches and devices.
 
-    The message names the numbers and the nearest sizes that would work; nothing is ever rounded.
+    The message names the numbers, by the `key` that asks for so many rows, and the nearest sizes
+    that would work; nothing is ever rounded.
     """
     shards = batch_shards(mesh)
     processes = len({device.process_index for device in mesh.devices.flat})
     problems = []
     if micro_rows < 1 or global_batch % micro_rows:
         problems.append(
-            f"train.global_batch = {global_batch} is not a multiple of "
-            f"train.micro_batch = {micro_rows}"
+            f"{key} = {global_batch} is not a multiple of train.micro_batch = {micro_rows}"
         )
     if micro_rows % shards:
-        name = "train.global_batch" if micro_rows == global_batch else "train.micro_batch"
+        name = key if micro_rows == global_batch else "train.micro_batch"
         problems.append(
             f"{name} = {micro_rows} rows do not divide over {shards} devices "
             f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})"

@@ -8,6 +8,7 @@ Batches are [A, B, T]: B is split over data and fsdp, A (micro-batches in time) 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -165,6 +166,39 @@ def constrain(x: Array, axes: tuple[str | None, ...], *, mesh: Mesh | None) -> A
     if mesh is None or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition(mesh, x.shape, axes)))
+
+
+def on_shards(
+    f: Callable[..., Array],
+    arrays: tuple[Array | None, ...],
+    axes: tuple[tuple[str | None, ...], ...],
+    out_axes: tuple[str | None, ...],
+    *,
+    mesh: Mesh | None,
+) -> Array:
+    """Return f(*arrays), which each device computes from the part of the arrays that it holds.
+
+    `axes` name those of each array, `out_axes` those of the result; a name is split by the rules if
+    it divides in all arrays that have it, and is whole otherwise. Nothing is exchanged inside. A
+    name that only some arrays have, as one that f sums over, must be an axis of the result too:
+    of size 1 from each device, so that the caller adds the parts.
+    """
+    if mesh is None or mesh.size == 1:
+        return f(*arrays)
+    split = {}
+    for array, names in zip(arrays, axes, strict=True):
+        for size, name in zip(array.shape if array is not None else (), names, strict=False):
+            wanted = split.get(name, _wanted(mesh, name))
+            split[name] = wanted if size % _parts(mesh, wanted) == 0 else ()
+
+    def spec(names: tuple[str | None, ...]) -> PartitionSpec:
+        return PartitionSpec(*(split[name] or None for name in names))
+
+    # Outputs name every axis that splits an input, so gradients are right without checked types.
+    in_specs = tuple(spec(names) for names in axes)
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=spec(out_axes), check_vma=False
+    )(*arrays)
 
 
 def _wanted(mesh: Mesh, axis: str | None) -> tuple[str, ...]:

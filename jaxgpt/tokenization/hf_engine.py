@@ -1,4 +1,4 @@
-"""Opening Hugging Face tokenizer.json files: byte-level vocabularies, and those with Metaspace.
+"""Opening Hugging Face tokenizer.json files: byte-level vocabularies, Metaspace, plain spaces.
 
 Texts are cut as the file says, but no symbol is added, nothing is truncated or padded, and special
 symbols in a text are text.
@@ -48,10 +48,12 @@ def open_spec(spec: dict[str, Any], path: str, eos: str | None) -> Engine:
         raise DataError(f"{path}: a vocabulary of kind {kind} that does not keep spaces")
     cutting = [spec["pre_tokenizer"], spec["normalizer"]]
     byte_level = any("ByteLevel" in _types(part) for part in cutting)
-    if not byte_level and SPACE not in json.dumps(cutting, ensure_ascii=False):
+    plain = {name for part in cutting for name in _types(part)} <= {"Split"}
+    plain = plain and bool(model.get("byte_fallback"))  # a space is a piece, or spelled in bytes
+    if not (byte_level or plain or SPACE in json.dumps(cutting, ensure_ascii=False)):
         raise DataError(f"{path}: needs a byte-level or Metaspace vocabulary, which keep spaces")
 
-    meaning = _bytes_of if byte_level else _text_of
+    meaning = _bytes_of if byte_level else str.encode if plain else _text_of
     by_id = {number: meaning(name) for name, number in vocabulary.items()}
     by_id |= {n: b"" if symbol.special else symbol.content.encode() for n, symbol in symbols}
     bytes_by_id: dict[int, bytes] = {}
@@ -146,11 +148,11 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in visible} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
 
 
-_ALPHABET = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
 
 
 def _bytes_of(name: str) -> bytes:
-    known = [_ALPHABET.get(char) for char in name]
+    known = [BYTE_OF.get(char) for char in name]
     return name.encode() if None in known else bytes(known)
 
 

@@ -82,7 +82,7 @@ def open_model(raw: bytes, path: str, eos: str | None) -> Engine:
         known = {SPACE: struct.pack("3i", *spelled)}
     return Engine(
         name="sentencepiece",
-        raw=raw if eos is None else _wrap(raw, eos),
+        raw=raw if eos is None else wrap(raw, eos),
         identity=_identity(found, names, kinds, rules, eos_id),
         eos_id=eos_id,
         pad_id=processor.pad_id() if processor.pad_id() >= 0 else eos_id,
@@ -139,7 +139,8 @@ def _identity(
     ]
 
 
-def _wrap(raw: bytes, eos: str) -> bytes:
+def wrap(raw: bytes, eos: str) -> bytes:
+    """Return a self-contained file of a model and the name of its end-of-text symbol."""
     model = base64.b64encode(raw).decode()
     wrapper = {"format": FORMAT, "version": 1, "engine": "sentencepiece", "eos": eos}
     return json.dumps(wrapper | {"model": model}).encode()

@@ -34,6 +34,7 @@ from jaxgpt.tokenization import (
     words,
 )
 from jaxgpt.tokenization.engine import FORMAT, Engine
+from jaxgpt.tokenization.frame import is_json, with_frame
 from jaxgpt.tokenization.token_streams import StreamDecoder, StreamEncoder, strip_start
 from jaxgpt.tokenization.tokenizer_training import RESERVED, TrainReport
 
@@ -66,6 +67,8 @@ class Tokenizer:
     engine: Literal["sentencepiece", "hf", "tiktoken"]
     eos_id: int
     pad_id: int
+    start_id: int  # stands before the first token of what a model continues; mostly E
+    stop_ids: tuple[int, ...]  # end what a model writes: E, and what some models know besides
     specials: dict[str, int]
     pieces: tuple[bytes, ...] = field(repr=False)
     is_byte: np.ndarray = field(repr=False)  # [V] bool: ids for a byte of a character without piece
@@ -80,6 +83,10 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self.pieces)
+
+    @property
+    def eos_name(self) -> str:
+        return next(name for name, number in self.specials.items() if number == self.eos_id)
 
     @property
     def lossless(self) -> bool:
@@ -267,8 +274,9 @@ def _write(path: Path, raw: bytes) -> None:
 
 
 def _open(raw: bytes, path: str, eos: str | None, pattern: str | None) -> Tokenizer:
-    if raw[:64].lstrip().startswith(b"{"):
-        model = _open_json(raw, path, eos)
+    frame = None
+    if is_json(raw):
+        model, frame = _open_json(raw, path, eos)
     elif tiktoken_engine.looks_like_ranks(raw):
         model = tiktoken_engine.open_ranks(raw, path, eos, pattern)
     else:
@@ -284,6 +292,8 @@ def _open(raw: bytes, path: str, eos: str | None, pattern: str | None) -> Tokeni
         engine=model.name,
         eos_id=model.eos_id,
         pad_id=model.pad_id,
+        start_id=model.eos_id,
+        stop_ids=(model.eos_id,),
         specials=model.specials,
         pieces=model.pieces,
         is_byte=model.is_byte,
@@ -293,24 +303,26 @@ def _open(raw: bytes, path: str, eos: str | None, pattern: str | None) -> Tokeni
         _engine=model,
         _caches=[_WordCache(dict(model.words or {}))],
     )
-    return replace(tok, losses=tokenizer_check.check(tok, model.examples, model.exact))
+    tok = replace(tok, losses=tokenizer_check.check(tok, model.examples, model.exact))
+    return with_frame(tok, *frame) if frame else tok
 
 
-def _open_json(raw: bytes, path: str, eos: str | None) -> Engine:
-    """Open a tokenizer.json, or a self-contained file of any engine."""
+def _open_json(raw: bytes, path: str, eos: str | None) -> tuple[Engine, tuple | None]:
+    """Open a tokenizer.json, or a self-contained file of any engine and its start and stop ids."""
     try:
         spec = json.loads(raw)
         if spec.get("format") != FORMAT:
             eos = eos or hf_engine.neighbours_eos(Path(path), spec)
-            return hf_engine.open_spec(spec, path, eos)
+            return hf_engine.open_spec(spec, path, eos), None
         if spec["version"] != 1:
             raise DataError(f"{path}: version {spec['version']}, made by a newer jaxgpt")
+        frame = (spec["start_id"], tuple(spec["stop_ids"])) if "start_id" in spec else None
         if spec["engine"] == "tiktoken":
-            return tiktoken_engine.open_wrapper(spec, path, eos)
+            return tiktoken_engine.open_wrapper(spec, path, eos), frame
         if spec["engine"] == "hf":
-            return hf_engine.open_spec(spec["model"], path, eos or spec["eos"])
+            return hf_engine.open_spec(spec["model"], path, eos or spec["eos"]), frame
         model = base64.b64decode(spec["model"], validate=True)
-        return sentencepiece_engine.open_model(model, path, eos or spec["eos"])
+        return sentencepiece_engine.open_model(model, path, eos or spec["eos"]), frame
     except _DAMAGE as error:
         raise DataError(
             f"{path}: JSON, but no tokenizer.json or a damaged one ({type(error).__name__})"

@@ -78,6 +78,8 @@ def describe(tok: Tokenizer) -> dict[str, Any]:
         "vocab_size": tok.vocab_size,
         "eos_id": tok.eos_id,
         "pad_id": tok.pad_id,
+        "start_id": tok.start_id,
+        "stop_ids": list(tok.stop_ids),
         "specials": tok.specials,
         "single_bytes": int(tok.is_byte.sum()),
         "longest_piece": max(map(len, tok.pieces)),

@@ -2,8 +2,9 @@
 
 The hidden states [B, T, D] are cut along T into chunks. While the loss of a chunk is computed, its
 logits [tokens, V] also give the gradients of its hidden states and of the head, which the backward
-pass only scales: no logits are stored and none are computed twice. Products take and give `dtype`;
-softmax, sums and the accumulated head gradient are float32. Masks select, they never multiply.
+pass only scales: no logits are stored and none are computed twice. Products take `dtype` and give
+it (logits also float32); softmax, sums and the accumulated head gradient are float32. Masks select,
+they never multiply.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -21,14 +23,17 @@ from jaxgpt.parallel.sharding import constrain
 
 Array = jax.Array
 
+NOTHING = (np.float32(0),) * 4  # the sums of no tokens, see `_sums`
 SPLIT_HEAD = ("batch", "vocab", None)  # logical axes of the head gradient's partial sums [S, V, D]
 
 
 class LossSums(NamedTuple):
     """Sums over the tokens of a batch, float32 scalars; divide by `weight` last of all."""
 
-    total: Array  # what is minimised: nll + z_loss * log(partition)^2, weighted
-    nll: Array  # cross-entropy alone, nats, weighted; no gradient flows through it
+    total: Array  # what is minimised: nll + smoothing + z, nats, weighted as they are
+    nll: Array  # cross-entropy alone; no gradient flows through it nor through the following
+    smoothing: Array  # what label smoothing adds, which may be negative
+    z: Array  # what the log-partition penalty adds
     weight: Array
 
 
@@ -36,26 +41,18 @@ class _Options(NamedTuple):
     """What is static in the compiled loss."""
 
     z_loss: float
+    smoothing: float
     softcap: float
     dtype: Any
+    logits_dtype: Any  # of their product; they are float32 from there on
     chunk: int  # positions (of T) per chunk
     mesh: Mesh | None
 
 
 def next_token(
-    hidden: Array,
-    head: Array,
-    targets: Array,
-    weights: Array,
-    *,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    dtype: DTypeLike = jnp.float32,
-    chunk: int | None = None,
-    mesh: Mesh | None = None,
+    hidden: Array, head: Array, targets: Array, weights: Array, **options: Any
 ) -> tuple[Array, Array]:
     """Return (loss sum, weight), float32 scalars: `total` and `weight` of `next_token_sums`."""
-    options = {"z_loss": z_loss, "softcap": softcap, "dtype": dtype, "chunk": chunk, "mesh": mesh}
     sums = next_token_sums(hidden, head, targets, weights, **options)
     return sums.total, sums.weight
 
@@ -67,38 +64,50 @@ def next_token_sums(
     weights: Array,
     *,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     softcap: float = 0.0,
     dtype: DTypeLike = jnp.float32,
+    logits_dtype: DTypeLike | None = None,
     chunk: int | None = None,
     mesh: Mesh | None = None,
 ) -> LossSums:
     """Return the weighted sums of -log softmax(logits)[target], nats, and of the weights.
 
-    hidden [B, T, D] and head [V, D] of any float dtype are cast to `dtype`, logits are
-    c tanh(logits / c) for a `softcap` c > 0, and z_loss * logsumexp(logits)^2 is added per token
-    (PaLM, section 5). targets [B, T] int32, weights [B, T] float32. Where a weight is 0 neither
-    target nor hidden state has any effect, whatever they are; a target outside [0, V) with a
-    weight makes the loss NaN, for JAX would wrap it silently. Gradients flow to hidden and head
+    hidden [B, T, D] and head [V, D] of any float dtype are cast to `dtype`, their product is
+    `logits_dtype` (None: `dtype`), and logits are c tanh(logits / c) for a `softcap` c > 0. To be
+    minimised, (1 - s) of the target's loss counts and s of the mean loss of all V ids, where s is
+    `label_smoothing` (Szegedy et al. 2016, section 7), and z_loss * logsumexp(logits)^2 is added
+    per token (PaLM, section 5). targets [B, T] int32, weights [B, T] float32. Where a weight is 0
+    neither target nor hidden state has any effect, whatever they are; a target outside [0, V) with
+    a weight makes the loss NaN, for JAX would wrap it silently. Gradients flow to hidden and head
     only. `chunk`: tokens per chunk on each device; None: `chunk_tokens`; 0: all at once, by
     ordinary differentiation. With a mesh the rows are split by its rules.
     """
-    z_loss, softcap = float(z_loss), float(softcap)
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     used = weights != 0
     hidden = jnp.where(used[..., None], hidden, 0)
     targets = jnp.where(used, targets, 0)
     B, T, _ = hidden.shape
+    positions = T
+    if chunk != 0:
+        tokens = chunk or chunk_tokens(head.shape[0], platform(mesh))
+        mesh = None if B % batch_shards(mesh) else mesh  # rows that do not divide stay whole
+        positions = _positions(T, tokens * batch_shards(mesh) // B)
+    opt = _Options(
+        z_loss=float(z_loss),
+        smoothing=float(label_smoothing),
+        softcap=float(softcap),
+        dtype=jnp.dtype(dtype),
+        logits_dtype=jnp.dtype(logits_dtype or dtype),
+        chunk=positions,
+        mesh=mesh,
+    )
     with jax.named_scope("loss"):
         if chunk == 0:
-            opt = _Options(z_loss, softcap, jnp.dtype(dtype), T, None)
-            total, nll = _sums(_logits(hidden, head, opt)[0], targets, weights, opt)
+            total, *parts = _sums(_logits(hidden, head, opt)[0], targets, weights, opt)
         else:
-            tokens = chunk or chunk_tokens(head.shape[0], platform(mesh))
-            mesh = None if B % batch_shards(mesh) else mesh  # rows that do not divide stay whole
-            positions = _positions(T, tokens * batch_shards(mesh) // B)
-            opt = _Options(z_loss, softcap, jnp.dtype(dtype), positions, mesh)
-            total, nll = _chunked(hidden, head, targets, weights, opt)
-        return LossSums(total, jax.lax.stop_gradient(nll), weights.sum())
+            total, *parts = _chunked(hidden, head, targets, weights, opt)
+        return LossSums(total, *map(jax.lax.stop_gradient, parts), weights.sum())
 
 
 def token_losses(
@@ -109,6 +118,7 @@ def token_losses(
     *,
     softcap: float = 0.0,
     dtype: DTypeLike = jnp.float32,
+    logits_dtype: DTypeLike | None = None,
     chunk: int | None = None,
 ) -> Array:
     """Return the cross-entropy of each token, [B, T] float32 nats; 0 where the weight is 0.
@@ -120,7 +130,15 @@ def token_losses(
     targets = jnp.where(used, targets, 0)
     B, T, _ = hidden.shape
     tokens = chunk or chunk_tokens(head.shape[0], platform(None))
-    opt = _Options(0.0, float(softcap), jnp.dtype(dtype), _positions(T, tokens // B), None)
+    opt = _Options(
+        z_loss=0.0,
+        smoothing=0.0,
+        softcap=float(softcap),
+        dtype=jnp.dtype(dtype),
+        logits_dtype=jnp.dtype(logits_dtype or dtype),
+        chunk=_positions(T, tokens // B),
+        mesh=None,
+    )
     head = head.astype(opt.dtype)
 
     def body(carry: None, part: tuple[Array, ...]) -> tuple[None, Array]:
@@ -149,7 +167,8 @@ def _positions(T: int, most: int) -> int:
 
 def _logits(hidden: Array, head: Array, opt: _Options) -> tuple[Array, Array]:
     """Return float32 logits [..., V], and before the cap (the same array if there is none)."""
-    raw = jnp.einsum("...d,vd->...v", hidden.astype(opt.dtype), head.astype(opt.dtype))
+    hidden, head = hidden.astype(opt.dtype), head.astype(opt.dtype)
+    raw = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=opt.logits_dtype)
     raw = raw.astype(jnp.float32)
     return (opt.softcap * jnp.tanh(raw / opt.softcap) if opt.softcap else raw), raw
 
@@ -168,33 +187,40 @@ def _token_terms(logits: Array, targets: Array) -> tuple[Array, Array]:
     return jnp.where(inside, lse - label, jnp.nan), lse
 
 
-def _sums(logits: Array, targets: Array, weights: Array, opt: _Options) -> tuple[Array, Array]:
-    """Return the weighted sums (total, nll) of logits [..., V]."""
+def _sums(logits: Array, targets: Array, weights: Array, opt: _Options) -> tuple[Array, ...]:
+    """Return the weighted sums (total, nll, smoothing, z) of logits [..., V]."""
     nll, lse = _token_terms(logits, targets)
-    nll = jnp.where(weights != 0, weights * nll, 0.0)
-    z = jnp.where(weights != 0, weights * jnp.square(lse), 0.0)
-    return nll.sum() + (opt.z_loss * z.sum() if opt.z_loss else 0.0), nll.sum()
+
+    def weighted(terms: Array) -> Array:
+        return jnp.where(weights != 0, weights * terms, 0.0).sum()
+
+    smoothing = z = jnp.float32(0)
+    if opt.smoothing:
+        smoothing = opt.smoothing * weighted(lse - logits.mean(-1) - nll)
+    if opt.z_loss:
+        z = opt.z_loss * weighted(jnp.square(lse))
+    nll = weighted(nll)
+    return nll + smoothing + z, nll, smoothing, z
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(
     hidden: Array, head: Array, targets: Array, weights: Array, opt: _Options
-) -> tuple[Array, Array]:
-    """Return (total, nll) by chunks; this body runs where no gradient is asked for."""
+) -> tuple[Array, ...]:
+    """Return `_sums` by chunks; this body runs where no gradient is asked for."""
     hidden, head, targets, weights = _prepare(hidden, head, targets, weights, opt)
 
     def body(sums: tuple, part: tuple[Array, ...]) -> tuple[tuple, None]:
         logits, _ = _logits(part[0], head, opt)
         return _add(sums, _sums(logits, part[1], part[2], opt)), None
 
-    sums, _ = _scan(body, (jnp.float32(0), jnp.float32(0)), (hidden, targets, weights), opt.chunk)
-    return sums
+    return _scan(body, NOTHING, (hidden, targets, weights), opt.chunk)[0]
 
 
 def _chunked_forward(
     hidden: Array, head: Array, targets: Array, weights: Array, opt: _Options
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return (total, nll) and, as residuals, the gradients of total: hidden's and the head's."""
+) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
+    """Return `_sums` and, as residuals, the gradients of total: hidden's and the head's."""
     h, cast, t, w = _prepare(hidden, head, targets, weights, opt)
 
     def body(carry: tuple, part: tuple[Array, ...]) -> tuple[tuple, Array]:
@@ -204,7 +230,8 @@ def _chunked_forward(
         lse = _logsumexp(logits)
         one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == t[..., None]
         scale = 1.0 + 2.0 * opt.z_loss * lse if opt.z_loss else 1.0
-        grad = w[..., None] * (jnp.exp(logits - lse) * scale - one_hot)
+        wanted = jnp.where(one_hot, 1.0 - opt.smoothing, 0.0) + opt.smoothing / logits.shape[-1]
+        grad = w[..., None] * (jnp.exp(logits - lse) * scale - wanted)
         if opt.softcap:
             grad = grad * (1.0 - jnp.square(jnp.tanh(raw / opt.softcap)))
         grad = grad.astype(opt.dtype)  # [S, b, t, V]
@@ -214,16 +241,15 @@ def _chunked_forward(
         return (sums, _place(head_grad, SPLIT_HEAD, opt)), h_grad
 
     start = _place(jnp.zeros((h.shape[0], *head.shape), jnp.float32), SPLIT_HEAD, opt)
-    carry = ((jnp.float32(0), jnp.float32(0)), start)
-    (sums, head_grad), h_grad = _scan(body, carry, (h, t, w), opt.chunk)
+    (sums, head_grad), h_grad = _scan(body, (NOTHING, start), (h, t, w), opt.chunk)
     h_grad = h_grad.reshape(hidden.shape).astype(hidden.dtype)
     return sums, (h_grad, head_grad.sum(0).astype(head.dtype))
 
 
 def _chunked_backward(
-    opt: _Options, gradients: tuple[Array, Array], cotangents: tuple[Array, Array]
+    opt: _Options, gradients: tuple[Array, Array], cotangents: tuple[Array, ...]
 ) -> tuple[Array | None, ...]:
-    scale = cotangents[0]  # that of nll is cut by the caller
+    scale = cotangents[0]  # those of its parts are cut by the caller
     hidden, head = ((scale * g).astype(g.dtype) for g in gradients)
     return hidden, head, None, None
 

@@ -18,15 +18,19 @@ from typing import Any, TextIO
 
 import jax
 
-from jaxgpt.config import Config
+from jaxgpt import ramp
+from jaxgpt.config import Config, ModelConfig
 from jaxgpt.errors import StorageError
+from jaxgpt.model import params as parameters
 from jaxgpt.training.peak import Peak
 from jaxgpt.training.peak import measure_matmul_peak as measure_matmul_peak  # part of this room
 from jaxgpt.training.progress import Progress
 from jaxgpt.training.rows import RowFile
 
 # Counted, or written as they are at the row's own step; others are averaged over the row's steps.
-NOT_AVERAGED = ("lr", "weight", "tokens", "finite", "skipped", "skipped_in_row", "rows_digest")
+NOT_AVERAGED = (
+    "lr", "weight", "tokens", "finite", "skipped", "skipped_in_row", "spikes", "rows_digest",
+)  # fmt: skip
 PLAIN_SECONDS = 2.0  # at most one plain progress line in this time
 
 
@@ -40,11 +44,24 @@ def describe(
     causal, full = (f"{count / 1e6:,.1f}" for count in flops_per_token)
     rows, length = cfg.train.global_batch, cfg.model.seq_len
     share = f"{peak.flops / 1e12:,.3f} TFLOP/s ({peak.source})" if peak else "unknown"
+    active = left_out = ""
+    if cfg.model.num_experts:
+        active = f", {num_params - _idle(cfg.model):,} active per token"
+        left_out = " and of experts those that a token is sent to"
     return (
-        f"{num_params:,} parameters; 6 P + 12 L N H S = {causal} MFLOP per token with S = T/2 "
-        f"(causal: mfu), {full} with S = T (mfu_full), P without position table and untied "
-        f"embedding; peak {share}; {rows} rows x {length} = {rows * length:,} tokens per step"
+        f"{num_params:,} parameters{active}; 6 P + 12 L N H S = {causal} MFLOP per token with S = "
+        f"T/2 (causal: mfu), {full} with S = T (mfu_full), P without position table and untied "
+        f"embedding{left_out}; peak {share}; {ramp.describe(cfg.train.batch_ramp)}{rows} rows x "
+        f"{length} = {rows * length:,} tokens per step"
     )
+
+
+def _idle(model: ModelConfig) -> int:
+    """Return the parameters of the experts that a token is not sent to."""
+    specs = parameters.specs(model)
+    layers = specs.layers if isinstance(specs.layers, tuple) else (specs.layers,)
+    experts = parameters.count([(p.w_gate, p.w_up, p.w_down) for p in layers])
+    return experts * (model.num_experts - model.experts_per_token) // model.num_experts
 
 
 class RunLog:
@@ -222,6 +239,7 @@ class RunLog:
             "position": position,
         }
         row |= {key: mean for key, mean in means.items() if key not in row}
+        row |= {"spikes": int(values["spikes"])} if "spikes" in values else {}
         row |= self._ledger(position) if self._ledger else {}
         if "rows_digest" in values:
             row["rows_digest"] = f"{int(values['rows_digest']):08x}"

@@ -1,14 +1,13 @@
-"""AdamW with clipping, a decay mask by name and a schedule of the step: all that is Optax's.
+"""One update of the weights: clipping, an optimiser's rule, rate, decay, average, or nothing.
 
 The step is an argument, so the learning rate is a function of the configuration and the number of
 updates done, never of a counter inside the optimiser's state. Update number k (from 1) uses
 `schedule(k)`: the first update is not wasted on rate 0 and the last uses the final rate exactly.
-Clipping, moments and weights are float32 whatever the parameters' dtype.
+Clipping, directions and weights are float32 whatever the parameters' dtype.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,13 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxgpt.config import OptimConfig
-from jaxgpt.errors import ConfigError
+from jaxgpt.config import Config
+from jaxgpt.training import leaves, spikes
+from jaxgpt.training.schedules import Schedule, schedule
+from jaxgpt.training.transforms import rule, select, stored
+from jaxgpt.validation import warmup_steps
 
 Array = jax.Array
-Schedule = Callable[[Array | int], Array]
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,12 @@ class Optimizer:
     """The functions of one optimiser; all are pure and may be traced.
 
     `init(params) -> OptState`; `schedule(k) -> learning rate` of update k;
-    `update(grads, opt_state, params, step, weight=1, usable=True) -> (params, opt_state, stats)`:
-    step counts the updates done before, the gradient is `grads / weight`, and where `usable` is
-    False or the gradient's norm is not finite, parameters and state are returned bit for bit.
-    stats: `lr` and `grad_norm` (before clipping), float32 scalars.
+    `update(grads, opt_state, params, step, weight=1, loss=0, usable=True) -> (params, opt_state,
+    stats)`: step counts the updates done before, the gradient is `grads / weight`, and `loss` is
+    per unit of weight. Where `usable` is False, a gradient is not finite, or loss or norm are a
+    spike, parameters and state are returned bit for bit, but for the window of spikes.
+    stats: `lr` and `grad_norm` (before clipping), float32; `finite` (gradients) and `applied`,
+    bool; and `spikes`, int32 (skipped as such so far), where they are looked for.
     """
 
     init: Callable[[Any], OptState]
@@ -43,30 +46,45 @@ class Optimizer:
 
 @struct.dataclass
 class OptState:
-    """Adam's count and moments (float32), and float32 master weights if the parameters are not."""
+    """What an optimiser carries; trees of the parameters' form are float32 but for moments."""
 
-    count: Array  # int32: updates that were applied, for bias correction
-    mu: Any
-    nu: Any
-    master: Any = None
+    count: Array  # int32: updates that were applied
+    inner: Any  # of the optimiser's rule: moments
+    master: Any = None  # weights, if the parameters are not float32 themselves
+    ema: Any = None  # moving average of the weights, where optim.ema_decay asks for it
+    spikes: spikes.Window | None = None  # where optim.spike_sigma asks for it
 
 
-def build(cfg: OptimConfig, num_steps: int, params_like: Any) -> Optimizer:
-    """Return AdamW (Loshchilov & Hutter 2019, decoupled decay times the rate) for these parameters.
+def build(cfg: Config, num_steps: int, params_like: Any) -> Optimizer:
+    """Return the optimiser of `cfg.optim` for these parameters.
 
-    num_steps: updates of the whole run. params_like: the parameters or anything with their paths
-    and dtypes, which decide the decay mask and whether master weights are kept: an update of
-    bfloat16 weights alone would round away (1 - 0.001 is 1 in bfloat16). Raises ConfigError for a
-    run of no steps.
+    num_steps: updates of the whole run. params_like: the parameters or anything with their paths,
+    shapes and dtypes, which decide what is a matrix, what decays, and whether master weights are
+    kept: an update of bfloat16 weights alone would round away (1 - 0.001 is 1 in bfloat16).
+
+    Weight decay is decoupled and multiplied with the rate (Loshchilov & Hutter 2019). The average
+    has decay min(ema_decay, (1 + t) / (10 + t)) after t updates, so that it forgets the initial
+    weights soon. Router biases move by `train.router_bias_rate` against the sign of their
+    "gradient", the excess load (Wang et al. 2024, algorithm 1), and by nothing else. Raises
+    ConfigError for a run of no steps, and for a pattern of `optim.groups` without a weight.
     """
-    rate = schedule(cfg, num_steps)
-    mask = decay_mask(params_like)
+    optim = cfg.optim
+    rate = schedule(optim, num_steps, warmup_steps(cfg))
+    factors, decays = leaves.rates_and_decays(optim, params_like)
+    by_load = leaves.balanced(params_like)
+    by_gradient = jax.tree.map(lambda balanced: not balanced, by_load)
     mixed = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params_like))
+    moving = rule(optim, leaves.only(params_like, by_gradient))
 
     def init(params: Any) -> OptState:
-        weights = _float32(params)
-        mu, nu = optax.tree.zeros_like(weights), optax.tree.zeros_like(weights)
-        return OptState(jnp.int32(0), mu, nu, weights if mixed else None)
+        weights = optax.tree.cast(params, jnp.float32)
+        return OptState(
+            count=jnp.int32(0),
+            inner=moving.init(leaves.only(weights, by_gradient)),
+            master=weights if mixed else None,
+            ema=jax.tree.map(jnp.copy, weights) if optim.ema_decay else None,
+            spikes=spikes.empty() if optim.spike_sigma else None,
+        )
 
     def update(
         grads: Any,
@@ -75,86 +93,52 @@ def build(cfg: OptimConfig, num_steps: int, params_like: Any) -> Optimizer:
         step: Array | int,
         *,
         weight: Array | float = 1.0,
+        loss: Array | float = 0.0,
         usable: Array | bool = True,
     ) -> tuple[Any, OptState, dict[str, Array]]:
-        norm = optax.tree.norm(_float32(grads)) / weight
-        apply = usable & jnp.isfinite(norm)
+        excess = leaves.only(grads, by_load)
+        grads = optax.tree.cast(leaves.only(grads, by_gradient), jnp.float32)
+        norm = optax.tree.norm(grads) / weight
+        finite = jnp.isfinite(norm)
+        for leaf in jax.tree.leaves(excess):
+            finite &= jnp.isfinite(leaf).all()
+        apply, window, more = usable & finite, opt_state.spikes, {}
+        if window is not None:
+            spike = apply & spikes.is_spike(window, loss, norm, optim.spike_sigma)
+            window = spikes.record(window, loss, norm, valid=apply, spike=spike)
+            apply, more = apply & ~spike, {"spikes": window.skipped}
         scale = 1.0 / weight
-        if cfg.clip_norm:
-            scale = scale * jnp.minimum(1.0, cfg.clip_norm / jnp.maximum(norm, 1e-30))
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
-        # Whatever follows uses the moments as they are stored. From moments before the selection,
-        # XLA:CPU would compute them twice and copy the old ones: 1 GB at 124M parameters.
-        select = functools.partial(jax.tree.map, lambda new, old: jnp.where(apply, new, old))
-        count = select(opt_state.count + 1, opt_state.count)
-        mu = select(optax.tree.update_moment(grads, opt_state.mu, cfg.beta1, 1), opt_state.mu)
-        nu = select(optax.tree.update_moment(grads, opt_state.nu, cfg.beta2, 2), opt_state.nu)
+        if optim.clip_norm:
+            scale = scale * jnp.minimum(1.0, optim.clip_norm / jnp.maximum(norm, 1e-30))
+        grads = jax.tree.map(lambda g: g * scale, grads)
         lr = rate(step + 1)
-
-        def move(decays: bool, w: Array, m: Array, v: Array) -> Array:
-            direction = m / (jnp.sqrt(v) + cfg.eps)
-            return w - lr * (direction + cfg.weight_decay * w if decays else direction)
-
-        weights = params if opt_state.master is None else opt_state.master
-        unbiased = optax.tree.bias_correction
-        age = jnp.maximum(count, 1)  # 0 only if nothing was ever applied
-        moved = jax.tree.map(
-            move, mask, weights, unbiased(mu, cfg.beta1, age), unbiased(nu, cfg.beta2, age)
+        weights = stored(params if opt_state.master is None else opt_state.master)
+        directions, inner = moving.step(
+            apply, grads, opt_state.inner, leaves.only(weights, by_gradient)
         )
-        new = select(moved, weights)
-        state = OptState(count, mu, nu, None if opt_state.master is None else new)
+
+        def move(
+            factor: float, decay: float, w: Array, direction: Array | None, load: Array | None
+        ) -> Array:
+            if direction is None:
+                return w - cfg.train.router_bias_rate * jnp.sign(load)
+            return w - lr * factor * (direction + decay * w if decay else direction)
+
+        moved = jax.tree.map(move, factors, decays, weights, directions, excess)
+        new, ema = select(apply, moved, weights), opt_state.ema
+        if ema is not None:
+            age = opt_state.count.astype(jnp.float32)
+            d = jnp.minimum(optim.ema_decay, (1 + age) / (10 + age))
+            ema = select(apply, jax.tree.map(lambda e, w: d * e + (1 - d) * w, ema, new), ema)
+        state = OptState(
+            count=select(apply, opt_state.count + 1, opt_state.count),
+            inner=inner,
+            master=None if opt_state.master is None else new,
+            ema=ema,
+            spikes=window,
+        )
         new = jax.tree.map(lambda w, old: w.astype(old.dtype), new, params)
-        return new, state, {"lr": lr, "grad_norm": norm}
+        stats = {"lr": lr, "grad_norm": norm, "finite": finite, "applied": apply}
+        return new, state, stats | more
 
     return Optimizer(init, update, rate)
-
-
-def schedule(cfg: OptimConfig, num_steps: int) -> Schedule:
-    """Return the learning rate of update k = 1 .. num_steps, a float32 scalar.
-
-    `warmup_steps` are a line from 0 at k = 0 (which no update uses) to `lr`. From there to
-    `end_lr_ratio * lr` at k = `num_steps`, which includes the warm-up: half a cosine, or a line
-    (`linear`), or `lr` until the last `decay_steps` (0: a fifth of the run), which are a line
-    (`wsd`); or `lr` throughout (`constant`). A warm-up at least as long as the run is a plain
-    ramp. Raises ConfigError for fewer than one step.
-    """
-    if num_steps < 1:
-        raise ConfigError(f"train.num_steps = {num_steps}: must be at least 1 for a schedule")
-    warmup, peak, end = cfg.warmup_steps, cfg.lr, cfg.lr * cfg.end_lr_ratio
-    decay = num_steps - warmup
-    if cfg.schedule == "wsd":
-        decay = min(decay, cfg.decay_steps or max(1, num_steps // 5))
-    decay = max(decay, 1)  # a warm-up that fills the run leaves nothing to divide
-
-    def rate(k: Array | int) -> Array:
-        k = jnp.asarray(k, jnp.float32)
-        ramp = jnp.minimum(k / max(warmup, 1), 1.0) if warmup else jnp.float32(1.0)
-        done = jnp.clip((k - (num_steps - decay)) / decay, 0.0, 1.0)  # of the decay
-        if warmup >= num_steps or cfg.schedule == "constant":
-            done = jnp.zeros_like(done)
-        elif cfg.schedule == "cosine":
-            done = 0.5 * (1.0 - jnp.cos(jnp.pi * done))
-        return ramp * (peak + (end - peak) * done)
-
-    return rate
-
-
-def decay_mask(params_like: Any) -> Any:
-    """Return a tree of bool: weight decay acts on matrices and embeddings.
-
-    By the leaf's name, as the layout adds axes: names that end in `norm`, `norm_bias` or begin
-    with `b` and a projection (`bq`, `bk`, `bv`, `bo`, `b_gate`, `b_up`, `b_down`) do not decay.
-    """
-
-    def decays(path: Any, _: Any) -> bool:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        return not (name.endswith(("norm", "bias")) or name in BIASES)
-
-    return jax.tree.map_with_path(decays, params_like)
-
-
-BIASES = {"bq", "bk", "bv", "bo", "b_gate", "b_up", "b_down"}
-
-
-def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

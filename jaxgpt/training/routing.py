@@ -21,7 +21,8 @@ def losses(cfg: Config, router: RouterSums) -> tuple[Array, dict[str, Array]]:
     """Return what the routers of all blocks add to the loss sum, and their sums by name.
 
     A mean over blocks of `balance_loss` times the load balancing loss and `router_z_loss` times the
-    squared log-partition, weighted as the main loss.
+    squared log-partition, weighted as the main loss: what they add to the loss per token is
+    `balance_loss` when experts are balanced, whatever E, k, or the number of blocks.
     """
     balance = cfg.train.balance_loss * router.balance.mean()
     z = cfg.train.router_z_loss * router.z.mean()
@@ -56,8 +57,11 @@ def with_load(grads: Params, load: Array) -> Params:
 def statistics(sums: dict[str, Array]) -> dict[str, Array]:
     """Return the sums of a step with the statistics of its routers as scalars.
 
-    `expert_load_max` and `expert_load_min`: the most and least loaded expert of any block, as a
-    multiple of the fair load. `tokens_dropped`: share of slots beyond the capacity.
+    What shows that routers collapse, for a step of any size: `expert_load_max` and
+    `expert_load_min`, the most and least loaded expert of any block as a multiple of the fair load
+    (1 when balanced, E / k when all tokens choose the same); `experts_unused`, the share of experts
+    of all blocks that no token chose; `slots_dropped`, the share of slots beyond the capacity.
+    `router_entropy` (ln E when a router knows nothing, 0 when it is sure) is among the sums.
     """
     sums = dict(sums)
     load, dropped = sums.pop(LOAD), sums.pop(DROPPED)
@@ -66,5 +70,6 @@ def statistics(sums: dict[str, Array]) -> dict[str, Array]:
     return sums | {
         "expert_load_max": relative.max(),
         "expert_load_min": relative.min(),
-        "tokens_dropped": dropped.sum() / total.sum(),
+        "experts_unused": (load == 0).mean(),
+        "slots_dropped": dropped.sum() / total.sum(),
     }

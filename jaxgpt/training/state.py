@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config
 from jaxgpt.model import params as parameters
@@ -30,7 +30,7 @@ class TrainState:
     step: Array  # updates attempted; the next is number step + 1
     params: parameters.Params
     opt_state: OptState
-    skipped: Array  # of these, how many changed nothing: not finite, or without a loss token
+    skipped: Array  # of these, how many changed nothing: not finite, a spike, no loss token
     skipped_in_row: Array  # how many were not finite since the last that changed something
     rows_digest: Array  # uint32, see `audit`; rows of skipped updates count
 
@@ -66,13 +66,23 @@ def abstract_state(
 def state_shardings(mesh: Mesh, cfg: Config, optimizer: Optimizer) -> TrainState:
     """Return the sharding of each leaf: parameter trees by their specs, all else on each device.
 
-    Whatever in the optimiser's state is a `Params` tree (moments, master weights) lies as the
-    parameters do.
+    Whatever in the optimiser's state is a `Params` tree (moments, master weights, average) lies as
+    the parameters do where it has their shape, also where it lacks some of them or holds more than
+    one array for each.
     """
-    of_params = tree_shardings(mesh, parameters.specs(cfg.model))
+    specs = parameters.specs(cfg.model)
+    of_params = tree_shardings(mesh, specs)
 
     def place(node: Any) -> Any:
-        return of_params if isinstance(node, parameters.Params) else replicated(mesh)
+        if not isinstance(node, parameters.Params):
+            return replicated(mesh)
+
+        def alike(spec: parameters.ParamSpec, where: NamedSharding, part: Any) -> Any:
+            return jax.tree.map(
+                lambda leaf: where if leaf.shape == spec.shape else replicated(mesh), part
+            )
+
+        return jax.tree.map(alike, specs, of_params, node)
 
     return jax.tree.map(
         place,

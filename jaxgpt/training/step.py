@@ -1,9 +1,10 @@
 """One update as a pure function of (state, batch), and its compiled, donated form.
 
 A batch is [A, B, T]: A micro-batches in time, whose gradients and losses are summed in float32 and
-divided once, by the weight of all of them. A step whose loss or gradient is not finite, or that has
-no loss token, changes nothing but the counters, on all hosts alike. Dropout is drawn by (seed,
-step, row of the global batch), so it depends neither on micro-batches nor on the mesh.
+divided once, by the weight of all of them. A step whose loss or gradient is not finite, or a spike
+(`optim.spike_sigma`), or that has no loss token, changes nothing but the counters, on all hosts
+alike. Dropout is drawn by (seed, step, row of the global batch), so it depends neither on
+micro-batches nor on the mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxgpt.data.packing import Batch
 from jaxgpt.model import gpt
 from jaxgpt.model.params import Params
 from jaxgpt.parallel.mesh import check_batch, platform
-from jaxgpt.parallel.sharding import batch_sharding, constrain, replicated
+from jaxgpt.parallel.sharding import batch_sharding, constrain, on_shards, replicated
 from jaxgpt.training import routing
 from jaxgpt.training.audit import rows_digest
 from jaxgpt.training.loss import next_token_sums
@@ -37,12 +38,13 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Return the state after one update, and its float32 (counters: int32) scalar metrics.
 
-    batch leaves [A, B, T]. The loss is next-token cross-entropy + z-loss + `aux_loss_weights`
-    times that of each block of `model.aux_layers` + the losses of routers, per unit of weight.
-    Metrics: `loss_sum` (main cross-entropy, nats) and `weight`, `z_loss_sum` and `aux_loss_sum`
-    where they are switched on (what they add to the loss), those of `routing`, `grad_norm` before
-    clipping, `lr`, `finite` (1 or 0), and the state's `skipped`, `skipped_in_row` and
-    `rows_digest`.
+    batch leaves [A, B, T]. The loss is next-token cross-entropy, smoothed, + z-loss +
+    `aux_loss_weights` times that of each block of `model.aux_layers` + the losses of routers, per
+    unit of weight.
+    Metrics: `loss_sum` (main cross-entropy, nats) and `weight`, `z_loss_sum`, `aux_loss_sum` and
+    `label_smoothing_sum` where they are switched on (what they add to the loss), those of
+    `routing`, `grad_norm` before clipping, `lr`, `finite` (1 or 0), and the state's `skipped`,
+    `skipped_in_row`, `rows_digest` and, with `optim.spike_sigma`, `spikes` (also in `skipped`).
     """
     grads, sums = gradients(cfg, state.params, batch, state.step, mesh=mesh)
     total, weight = sums.pop("total"), sums["weight"]
@@ -50,16 +52,17 @@ def train_step(
         grads = routing.with_load(grads, sums[routing.LOAD])
         sums = routing.statistics(sums)
     some = weight > 0
+    per = jnp.where(some, weight, 1.0)
     params, opt_state, stats = optimizer.update(
         grads,
         state.opt_state,
         state.params,
         state.step,
-        weight=jnp.where(some, weight, 1.0),
+        weight=per,
+        loss=total / per,
         usable=some & jnp.isfinite(total),
     )
-    finite = jnp.isfinite(total) & jnp.isfinite(stats["grad_norm"])
-    changed = finite & some
+    finite, changed = jnp.isfinite(total) & stats.pop("finite"), stats.pop("applied")
     in_row = jnp.where(finite, state.skipped_in_row, state.skipped_in_row + 1)
     state = TrainState(
         step=state.step + 1,
@@ -90,7 +93,8 @@ def gradients(
 
     Neither is divided by the weight. Gradients are float32, except with A = 1, where they have
     the parameters' dtype. Sums: `total` (what is differentiated), `loss_sum`, `weight`, and
-    `z_loss_sum`, `aux_loss_sum` where configured. `chunk` is passed to the loss.
+    `z_loss_sum`, `label_smoothing_sum`, `aux_loss_sum` where configured. `chunk` is passed to the
+    loss.
     """
     A, B, _ = batch.tokens.shape
     seed = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
@@ -140,6 +144,7 @@ def _loss(
         dtype=dtype,
         dropout_key=keys,
         constrain=functools.partial(constrain, mesh=mesh),
+        on_shards=functools.partial(on_shards, mesh=mesh),
     )
     loss = functools.partial(
         next_token_sums,
@@ -147,8 +152,10 @@ def _loss(
         targets=batch.targets,
         weights=batch.weights,
         z_loss=cfg.train.z_loss,
+        label_smoothing=cfg.train.label_smoothing,
         softcap=cfg.model.logit_softcap,
         dtype=dtype,
+        logits_dtype=logits_dtype(cfg),
         chunk=chunk,
         mesh=mesh,
     )
@@ -156,7 +163,9 @@ def _loss(
     total = main.total
     sums = {"loss_sum": main.nll, "weight": main.weight}
     if cfg.train.z_loss:
-        sums["z_loss_sum"] = jax.lax.stop_gradient(main.total) - main.nll
+        sums["z_loss_sum"] = main.z
+    if cfg.train.label_smoothing:
+        sums["label_smoothing_sum"] = main.smoothing
     if taps:
         weights = cfg.train.aux_loss_weights
         if len(weights) == 1:
@@ -169,6 +178,12 @@ def _loss(
         more, of_router = routing.losses(cfg, router)
         total, sums = total + more, sums | of_router
     return total, sums | {"total": total}
+
+
+def logits_dtype(cfg: Config) -> Any:
+    """Return the dtype of the product with the head; sums over it are float32 either way."""
+    compute = cfg.train.logits_dtype == "compute"
+    return jnp.dtype(cfg.train.compute_dtype if compute else jnp.float32)
 
 
 def _whole_rows(params: Params, mesh: Mesh | None) -> Params:

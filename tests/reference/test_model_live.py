@@ -1,4 +1,7 @@
-"""The model against PyTorch and transformers, run side by side; needs torch and transformers."""
+"""Parts of the model against PyTorch and transformers, side by side; needs torch and transformers.
+
+Whole models: `test_families_live`.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,14 @@ import numpy as np
 import pytest
 import torch
 from golden import make_hf
-from golden.hf_map import CONFIGS, to_params
-from safetensors.numpy import load_file
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.model import gpt
 from jaxgpt.model.activations import ACTIVATIONS
 from jaxgpt.model.attention import attend
 from jaxgpt.model.blocks import norm
 from jaxgpt.model.positions import rope_frequencies, rope_phases, rotate
 
 GOLDEN = Path(make_hf.__file__).parent
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_logits_and_the_gradient_of_every_weight_equal_those_of_transformers(family):
-    arrays, hf_grads = make_hf.record(family, seed=5)
-    cfg, params, ids = CONFIGS[family], to_params(family, arrays), arrays["ids"]
-
-    def loss_of(params):
-        logits = gpt.apply(cfg, params, ids)
-        logp = jax.nn.log_softmax(logits[:, :-1])
-        return -jnp.take_along_axis(logp, ids[:, 1:, None], axis=-1).mean(), logits
-
-    (loss, logits), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
-    assert np.abs(logits - arrays["logits"]).max() < 2e-5 * np.abs(arrays["logits"]).max()
-    assert float(loss) == pytest.approx(float(arrays["loss"][0]), rel=2e-5)
-    right = to_params(family, hf_grads, scale_offset=0.0)
-    for (path, mine), (_, theirs) in zip(
-        jax.tree.leaves_with_path(grads), jax.tree.leaves_with_path(right), strict=True
-    ):
-        error = np.abs(mine - theirs).max()
-        assert error < 2e-5 * max(np.abs(theirs).max(), 0.01), (path, error)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_golden_files_are_what_transformers_computes_today(family):
-    golden, (arrays, _) = load_file(GOLDEN / f"{family}.safetensors"), make_hf.record(family, 0)
-    assert golden.keys() == arrays.keys()
-    for name, array in arrays.items():
-        np.testing.assert_allclose(golden[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_golden_rope_frequencies_are_what_transformers_computes_today():
@@ -63,7 +34,7 @@ def test_golden_rope_frequencies_are_what_transformers_computes_today():
 @pytest.mark.parametrize("seed", range(12))
 def test_scaled_frequencies_of_random_settings_equal_those_of_transformers(seed):
     rng = np.random.default_rng(seed)
-    kind = ("llama3", "yarn")[seed % 2]
+    kind = ("llama3", "yarn", "linear")[seed % 3]
     case = dict(
         head_dim=int(rng.choice([32, 64, 80, 128])), base=float(rng.choice([1e4, 5e5, 1e6])),
         factor=float(rng.uniform(1.5, 40)), original_len=int(rng.integers(512, 32768)),

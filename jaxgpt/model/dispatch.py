@@ -1,0 +1,261 @@
+"""Tokens to their experts and back: places, the matrix products of groups, the weighted sum.
+
+Three ways without any limit give the same values: `dense` (all experts on all tokens, the
+reference), `ragged` (tokens sorted by expert, `jax.lax.ragged_dot`) and `blocks` (each expert gets
+whole blocks of rows, and a loop runs over those in use). `limited` gives each expert so many places
+per row. A slot is one of a token's k choices, numbered token * k + choice. Tokens move by gathers
+in both directions, so no gradient depends on the order of a scatter. Numbers that are not finite
+stay with the tokens that chose them: what is not chosen is selected away, never multiplied by 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxgpt.config import ModelConfig
+from jaxgpt.model.activations import ACTIVATIONS
+
+Array = jax.Array
+Constrain = Callable[[Array, tuple[str | None, ...]], Array]
+Matrices = tuple[Array | None, Array, Array]  # gate (None: not gated), up [E, D, F], down [E, F, D]
+Impl = Literal["dense", "ragged", "blocks"]
+
+LEAST_BLOCK = 8  # rows; decoding has few slots, and blocks of 128 would be padding
+
+
+def default_impl() -> Impl:
+    """Return the fastest `impl` here.
+
+    2,048 tokens, D = 256, F = 512, E = 8, k = 2, forward and backward on 2 cores, float32 and
+    bfloat16: blocks 105 and 78 ms, dense 279 and 168, ragged 586 and 294, for without a kernel of
+    its own `ragged_dot` multiplies every token by every expert. TPU has such a kernel. For NVIDIA
+    XLA has one since 2026, which found no plan on some chips (openxla/xla#40189): blocks.
+    """
+    return "ragged" if jax.default_backend() == "tpu" else "blocks"
+
+
+def dropless(
+    cfg: ModelConfig,
+    h: Array,
+    chosen: Array,
+    gates: Array,
+    matrices: Matrices,
+    impl: Impl | None = None,
+) -> Array:
+    """Return sum_i gates_i MLP_chosen_i(h), [..., D] in h's dtype, for tokens h [..., D].
+
+    chosen int32 and gates float32 are [..., k]. `dense` alone knows an expert E: nobody. Raises
+    ValueError for an unknown `impl`.
+    """
+    impl = impl or default_impl()
+    if impl not in ("dense", "ragged", "blocks"):
+        raise ValueError(f"expert impl {impl!r}: dense, ragged or blocks")
+    (*lead, D), k = h.shape, chosen.shape[-1]
+    x, chosen, gates = h.reshape(-1, D), chosen.reshape(-1, k), gates.reshape(-1, k)
+    if impl == "dense":
+        return _dense(cfg, x, chosen, gates, matrices).reshape(*lead, D)
+    place, sizes = _queue(chosen.reshape(-1), cfg.num_experts)
+    rows = block_rows(place.size, cfg.num_experts) if impl == "blocks" else 1
+    taken = -(-sizes // rows)  # blocks of each expert
+    ends = jnp.cumsum(taken)
+    position = (((ends - taken) * rows)[chosen.reshape(-1)] + place).reshape(-1, k)
+    if impl == "ragged":
+        # A lowering to dense products multiplies the weights of an expert that nobody chose by 0.
+        if jax.default_backend() != "tpu":
+            used = (sizes > 0)[:, None, None]
+            matrices = tuple(w if w is None else jnp.where(used, w, 0) for w in matrices)
+        product, count = partial(jax.lax.ragged_dot, group_sizes=sizes), place.size
+    else:
+        # At worst all experts but one end in a block of one slot.
+        blocks = min(-(-place.size // rows) + cfg.num_experts - 1, place.size)
+        owner = (jnp.arange(blocks)[:, None] >= ends).sum(-1)  # E beyond those in use
+        product, count = partial(_by_block, owner=owner, used=ends[-1]), blocks * rows
+    source = _inverse(position.reshape(-1), count)
+    hidden = take(x, source // k, position)  # [count, D]
+    out = _mlp(cfg, product, hidden, matrices)
+    out = take(out, position.reshape(-1), source[:, None]).reshape(-1, k, D)
+    return _mix(out, gates).astype(h.dtype).reshape(*lead, D)
+
+
+def limited(
+    cfg: ModelConfig,
+    h: Array,
+    chosen: Array,
+    gates: Array,
+    matrices: Matrices,
+    counted: Array,
+    constrain: Constrain,
+) -> tuple[Array, Array]:
+    """Return the sum of `dropless` over the slots that found a place, and which did, [B, T, k].
+
+    h [B, T, D]; counted [B, T] bool: only these ask. Each row has `capacity(cfg, T)` places per
+    expert, taken in order of tokens, then of choices: neither later tokens nor other rows matter.
+    """
+    B, T, D = h.shape
+    E, C, k = cfg.num_experts, capacity(cfg, T), cfg.experts_per_token
+
+    def of_row(chosen: Array, counted: Array) -> tuple[Array, Array]:
+        experts = jnp.where(counted[:, None], chosen, E).reshape(-1)
+        place, _ = _queue(experts, E)
+        found = (experts < E) & (place < C)
+        position = jnp.where(found, experts * C + place, E * C)
+        return position, _inverse(position, E * C)
+
+    position, source = jax.vmap(of_row)(chosen, counted)  # [B, T k], [B, E C]
+    buffer = ("batch", "experts", None, None)
+    x = jax.vmap(take)(h, source // k, position.reshape(B, T, k))  # empty places hold zeros
+    x = constrain(x.reshape(B, E, C, D), buffer)
+    taken = (source < T * k).reshape(B, E, C, 1)
+
+    def product(x: Array, w: Array) -> Array:
+        return jnp.where(taken, jnp.einsum("beci,eio->beco", x, w), 0)
+
+    place = partial(constrain, axes=(*buffer[:3], "mlp"))
+    out = constrain(_mlp(cfg, product, x, matrices, place), buffer).reshape(B, E * C, D)
+    out = jax.vmap(take)(out, position, source[..., None]).reshape(B, T, k, D)
+    out = constrain(_mix(out, gates).astype(h.dtype), ("batch", "seq", None))
+    return out, (position < E * C).reshape(B, T, k)
+
+
+def capacity(cfg: ModelConfig, tokens: int) -> int:
+    """Return the places of an expert in a row: ceil(factor T k / E), at most T, for all choose it.
+
+    Rounded at the sixth digit before: 1.1 * 40 / 4 is 11.000000000000002 in binary.
+    """
+    share = cfg.capacity_factor * tokens * cfg.experts_per_token / cfg.num_experts
+    return min(math.ceil(round(share, 6)), tokens)
+
+
+def block_rows(slots: int, num_experts: int) -> int:
+    """Return the rows of a block, a power of two: half of the fair load or less, within bounds.
+
+    On average half a block per expert is padding. 128 and 256 rows are equally fast on CPU, 32 a
+    third slower; a GPU needs 512 to be busy with one product.
+    """
+    most = 128 if jax.default_backend() == "cpu" else 512
+    fair = max(slots // (2 * num_experts), 1)
+    return min(max(1 << (fair.bit_length() - 1), LEAST_BLOCK), most)
+
+
+@jax.custom_vjp
+def take(x: Array, index: Array, back: Array) -> Array:
+    """Return x[index], [n, D] of x [m, D], with zeros where an index is m or more.
+
+    back [m, r] is the inverse: the places among the n that hold x's row, n or more for none. The
+    gradient is gathered with it and summed in float32.
+    """
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+def _take_forward(x: Array, index: Array, back: Array) -> tuple[Array, Array]:
+    return take(x, index, back), back
+
+
+def _take_backward(back: Array, grad: Array) -> tuple[Array, None, None]:
+    found = jnp.take(grad, back, axis=0, mode="fill", fill_value=0)  # [m, r, D]
+    return found.astype(jnp.float32).sum(1).astype(grad.dtype), None, None
+
+
+take.defvjp(_take_forward, _take_backward)
+
+
+def _queue(experts: Array, num_experts: int) -> tuple[Array, Array]:
+    """Return how many slots before it have a slot's expert, [S], and the slots of each, [E]."""
+    sizes = (experts[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
+    rank = _inverse(jnp.argsort(experts, stable=True), experts.size)
+    return rank - (jnp.cumsum(sizes) - sizes)[experts], sizes
+
+
+def _inverse(position: Array, count: int) -> Array:
+    """Return which of the S entries of `position` is p, for each p < count; S for none."""
+    S = position.size
+    return jnp.full(count, S, jnp.int32).at[position].set(jnp.arange(S, dtype=jnp.int32))
+
+
+def _mlp(
+    cfg: ModelConfig,
+    product: Callable[[Array, Array], Array],
+    x: Array,
+    matrices: Matrices,
+    place: Callable[[Array], Array] = lambda hidden: hidden,
+) -> Array:
+    """Return the experts' MLP of rows that `product` multiplies by their expert's matrix."""
+    gate, up, down = matrices
+    hidden = product(x, up).astype(jnp.float32)
+    if gate is None:
+        hidden = ACTIVATIONS[cfg.mlp](hidden)
+    else:
+        hidden = ACTIVATIONS[cfg.mlp](product(x, gate).astype(jnp.float32)) * hidden
+    return product(place(hidden.astype(x.dtype)), down)
+
+
+def _mix(out: Array, gates: Array) -> Array:
+    """Return sum_i gates_i out_i, float32 [..., D], of out [..., k, D] and gates [..., k]."""
+    return (out.astype(jnp.float32) * gates[..., None]).sum(-2)
+
+
+def _dense(cfg: ModelConfig, x: Array, chosen: Array, gates: Array, matrices: Matrices) -> Array:
+    total = jnp.zeros(x.shape, jnp.float32)
+    for expert in range(cfg.num_experts):
+        mine = chosen == expert  # [S, k]
+        asked = mine.any(-1, keepdims=True)
+        own = tuple(w if w is None else jnp.where(asked.any(), w[expert], 0) for w in matrices)
+        out = _mlp(cfg, jnp.matmul, x, own).astype(jnp.float32)
+        gate = jnp.where(mine, gates, 0).sum(-1, keepdims=True)
+        total += jnp.where(asked, gate * out, 0)
+    return total.astype(x.dtype)
+
+
+def _by_block(x: Array, w: Array, owner: Array, used: Array) -> Array:
+    """Return x [n, I] times w [E, I, O], where n / len(owner) rows have the matrix of an owner."""
+    blocks = _block_product(x.reshape(owner.size, -1, x.shape[-1]), w, owner, used)
+    return blocks.reshape(len(x), -1)
+
+
+@jax.custom_vjp
+def _block_product(x: Array, w: Array, owner: Array, used: Array) -> Array:
+    """Return x[i] @ w[owner[i]] for i < used, else zeros; x is [blocks, rows, I].
+
+    Differentiated by hand, as the number of turns is data: JAX would run through all blocks, and
+    add [E, I, O] zeros with one expert's gradient in each.
+    """
+
+    def body(i: Array, out: Array) -> Array:
+        return _put(out, x[i] @ _at(w, owner[i]), i)
+
+    return jax.lax.fori_loop(0, used, body, jnp.zeros((*x.shape[:2], w.shape[-1]), x.dtype))
+
+
+def _block_forward(x: Array, w: Array, owner: Array, used: Array) -> tuple[Array, tuple]:
+    return _block_product(x, w, owner, used), (x, w, owner, used)
+
+
+def _block_backward(saved: tuple, grad: Array) -> tuple[Array | None, ...]:
+    x, w, owner, used = saved
+
+    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        x_grad, w_grad = carry
+        x_grad = _put(x_grad, grad[i] @ _at(w, owner[i]).T, i)
+        more = (x[i].T @ grad[i]).astype(jnp.float32)
+        return x_grad, _put(w_grad, _at(w_grad, owner[i]) + more, owner[i])
+
+    start = jnp.zeros_like(x), jnp.zeros(w.shape, jnp.float32)  # sums of many blocks in bfloat16
+    x_grad, w_grad = jax.lax.fori_loop(0, used, body, start)
+    return x_grad, w_grad.astype(w.dtype), None, None
+
+
+_block_product.defvjp(_block_forward, _block_backward)
+
+
+def _at(x: Array, index: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+
+
+def _put(x: Array, part: Array, index: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(x, part, index, 0)

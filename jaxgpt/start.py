@@ -1,0 +1,125 @@
+"""What is settled before the first step of a run, and what is said about it.
+
+The data decides what the configuration leaves open, or refuses it; the checkpoint tells what was
+consumed before. Nothing here computes on a device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from jaxgpt import config, ramp
+from jaxgpt.checkpoint.record import Record
+from jaxgpt.config import Config
+from jaxgpt.data import history as histories
+from jaxgpt.data.store import Store
+from jaxgpt.data.stream import Data
+from jaxgpt.errors import ConfigError, DataError
+from jaxgpt.evaluation.perplexity import store_tokenizer
+from jaxgpt.tokenization.tokenizer import Tokenizer
+from jaxgpt.training.probe import Probe
+from jaxgpt.training.step import logits_dtype
+from jaxgpt.validation import num_steps
+
+
+def recorded_history(cfg: Config, record: Record | None) -> histories.History | None:
+    """Return what the commit record of a checkpoint says about the mixture; None without one."""
+    if record is None or "mixture" not in record.meta:
+        return None
+    may_change = bool({"data", "mixture"} & set(cfg.checkpoint.allow_change))
+    return histories.recall(record.meta["mixture"], record.position, may_change=may_change)
+
+
+def last_step(cfg: Config, data: Data, record: Record | None, say: Callable[[str], None]) -> int:
+    """Return the updates of the run: as configured, or as many whole batches as there is data.
+
+    Those of its newest checkpoint, of which `record` is the commit record, may have consumed more
+    or fewer rows each than are asked for now.
+    """
+    done, position = (record.step, record.position) if record else (0, 0)
+    wanted, spans = num_steps(cfg, done, position), ramp.spans(cfg, done, position)
+    there = ramp.whole_steps(spans, data.end)
+    left = max(0, data.end - ramp.position_after(spans, there))
+    if not wanted or there < wanted:
+        if there == 0:
+            rows = spans[0].rows
+            raise ConfigError(
+                f"data.max_epochs = {cfg.data.max_epochs:g}: leaves {data.end} rows, fewer than "
+                f"{ramp.batch_sizes(cfg.train)[rows]} = {rows}"
+            )
+        over = f", {left} rows left over" if left else ""
+        say(f"the data ends after {there} steps (data.max_epochs){over}")
+    return min(wanted or there, there)
+
+
+def complete(cfg: Config, data: Data) -> Config:
+    """Return `cfg` with what the data decides; raises ConfigError for what it rules out."""
+    if num_steps(cfg) == 0 and data.mixture.end is None:
+        raise ConfigError(
+            "train.num_steps and train.num_tokens are both 0: say how long to train, or set "
+            "data.max_epochs"
+        )
+    if cfg.model.vocab_size == 0:
+        origin = f"tokenizer of {', '.join(data.names)}"
+        return config.with_values(cfg, origin, model={"vocab_size": data.vocab_size})
+    if cfg.model.vocab_size < data.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {cfg.model.vocab_size}: the tokenizer of the data has "
+            f"{data.vocab_size} ids; use at least that, or 0 to take it from there"
+        )
+    return cfg
+
+
+def check_tokenizers(data: Data, eval_sets: dict[str, Store]) -> Tokenizer:
+    """Return the tokenizer of all data; DataError where a store has another, or lost its own."""
+    for name, source in eval_sets.items():
+        if source.tokenizer_digest != data.tokenizer_digest:
+            raise DataError(
+                f"eval.store {name} ({source.directory}): made with tokenizer "
+                f"{source.tokenizer_digest[:12]}, the training data with "
+                f"{data.tokenizer_digest[:12]}; prepare it with the same tokenizer"
+            )
+    return store_tokenizer(data.stores[0])
+
+
+def identity(cfg: Config, data: Data) -> dict[str, str]:
+    """Return what must be the same when a run is resumed, by name; see checkpoint.allow_change.
+
+    The layout of layers, recomputation, and all about hosts, devices, mesh and batch may change.
+    """
+    free = {"stacked", "remat", "dropout"}
+    tree = config.to_dict(cfg)
+    model = {key: value for key, value in tree["model"].items() if key not in free}
+    return {
+        "model": json.dumps(model, sort_keys=True),
+        "tokenizer": data.tokenizer_digest,
+        "data": data.layout,
+        "seed": str(cfg.run.seed),
+        "optim": json.dumps(tree["optim"], sort_keys=True),
+    }
+
+
+def describe_probe(probe: Probe) -> str:
+    """Return what the gradient check found, in one line."""
+    options = ", ".join(f"{name}={value}" for name, value in probe.options.items())
+    return (
+        f"gradients checked in {probe.compute_dtype} ({options or 'no compiler options'}): worst "
+        f"leaf {probe.leaf} off by {probe.leaf_error:.1%}, rounding explains {probe.tolerance:.1%}"
+    )
+
+
+def describe_dtypes(cfg: Config) -> str:
+    """Return the number formats of the run, in one line."""
+    t = cfg.train
+    exact = t.param_dtype == "float32"
+    summed = all(t.micro_batch and rows > t.micro_batch for rows in ramp.batch_sizes(t))
+    formats = {
+        "parameters": t.param_dtype if exact else f"{t.param_dtype} with float32 masters",
+        "gradients": "float32" if exact or summed else t.param_dtype,
+        "moments": cfg.optim.moment_dtype,
+        "compute": t.compute_dtype,
+        "logits": str(logits_dtype(cfg)),
+        "loss and softmax": "float32",
+    }
+    return "dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in formats.items())

@@ -1,0 +1,85 @@
+"""What is settled and said before the first step: how many there are, and in which formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from runs import tiny
+
+from jaxgpt import config
+from jaxgpt.errors import ConfigError
+from jaxgpt.start import describe_dtypes, last_step
+
+
+@pytest.mark.parametrize(
+    "step, position, batch, limit, last",
+    [
+        (0, 0, 16, 0, 9),  # of 145 rows, 1 is left over
+        (3, 48, 8, 0, 15),
+        (3, 48, 97, 0, 4),
+        (3, 48, 98, 0, 3),
+        (3, 24, 16, 0, 10),
+        (3, 24, 16, 9, 9),
+        (18, 144, 16, 0, 18),
+    ],
+)
+def test_the_last_step_is_the_last_whole_batch_after_what_was_consumed(
+    step, position, batch, limit, last
+):
+    record = SimpleNamespace(step=step, position=position) if step else None
+    changes = {"train__num_steps": limit, "optim__warmup_steps": 0, "data__max_epochs": 1.0}
+    cfg = tiny(Path("none"), "run", train__global_batch=batch, **changes)
+    data = SimpleNamespace(end=145)
+    said: list[str] = []
+    assert last_step(cfg, data, record, said.append) == last
+    left = (145 - position) % batch
+    words = f"the data ends after {last} steps (data.max_epochs)"
+    assert said == ([] if limit else [words + (f", {left} rows left over" if left else "")])
+
+
+@pytest.mark.parametrize(
+    "end, last, left",
+    # Updates begin at rows 0, 2, 4, 8, and then at 12, 20, 28, ...
+    [(145, 20, 5), (28, 6, 0), (27, 5, 7), (11, 3, 3), (3, 1, 1), (2, 1, 0)],
+)
+def test_the_data_may_end_inside_a_ramp(end, last, left):
+    growing = {"train__batch_ramp": {"64": 2, "160": 4}, "train__num_steps": 0}
+    cfg = tiny(Path("none"), "run", data__max_epochs=1.0, **growing)
+    said: list[str] = []
+    assert last_step(cfg, SimpleNamespace(end=end), None, said.append) == last
+    over = f", {left} rows left over" if left else ""
+    assert said == [f"the data ends after {last} steps (data.max_epochs){over}"]
+
+
+def test_data_too_short_for_the_first_update_of_a_ramp_is_refused_by_its_key():
+    cfg = tiny(
+        Path("none"), "run", data__max_epochs=1.0, train__batch_ramp={"64": 2}, train__num_steps=0
+    )
+    with pytest.raises(ConfigError, match=r"leaves 1 rows.* train.batch_ramp\['64'\] = 2"):
+        last_step(cfg, SimpleNamespace(end=1), None, print)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ([], "parameters float32, gradients float32, moments float32, compute bfloat16, logits "
+             "bfloat16"),
+        (["train.logits_dtype=float32", "optim.moment_dtype=bfloat16"],
+         "parameters float32, gradients float32, moments bfloat16, compute bfloat16, logits "
+         "float32"),
+        (["train.compute_dtype=float32"],
+         "parameters float32, gradients float32, moments float32, compute float32, logits float32"),
+        # One micro-batch has gradients like the parameters; sums of several are float32.
+        (["train.param_dtype=bfloat16"],
+         "parameters bfloat16 with float32 masters, gradients bfloat16, moments float32, compute "
+         "bfloat16, logits bfloat16"),
+        (["train.param_dtype=bfloat16", "train.micro_batch=4"],
+         "parameters bfloat16 with float32 masters, gradients float32, moments float32, compute "
+         "bfloat16, logits bfloat16"),
+    ],
+)  # fmt: skip
+def test_all_number_formats_are_one_line(overrides, words):
+    cfg = config.load(None, overrides)
+    assert describe_dtypes(cfg) == f"dtypes: {words}, loss and softmax float32"
