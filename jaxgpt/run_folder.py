@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import jax
 
 from jaxgpt import config
 from jaxgpt.config import Config
-from jaxgpt.durable import write_atomic
+from jaxgpt.durable import storage_errors, write_atomic
 from jaxgpt.errors import ConfigError, NothingRestorable, StorageError
 from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training.rows import read_rows
 
+KEPT = "hf"  # folder in a run for the files of an import, which an export gives back
 # What a run leaves in its folder besides the data store, which may lie there too.
 RUN_FILES = (
     "ckpt",
@@ -22,7 +24,7 @@ RUN_FILES = (
     "config.toml",
     "tokenizer.model",
     "samples.jsonl",
-    "hf",
+    KEPT,
 )
 
 
@@ -56,6 +58,14 @@ def check_never_saved(run_dir: Path, every: int, say: Callable[[str], None]) -> 
         )
     if reached:
         say(f"{run_dir}: was interrupted before its first checkpoint; starting at step 0")
+
+
+def copy_kept(source: Path, run_dir: Path) -> None:
+    """Copy what an import left for an export to a run that starts from those weights."""
+    if not (source / KEPT).is_dir() or (run_dir / KEPT).exists() or jax.process_index() != 0:
+        return
+    with storage_errors(run_dir / KEPT):
+        shutil.copytree(source / KEPT, run_dir / KEPT)
 
 
 def write_run_files(run_dir: Path, cfg: Config, tok: Tokenizer) -> None:

@@ -39,7 +39,7 @@ from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.agreement import check_agreement
-from jaxgpt.run_folder import check_never_saved, claim_folder, write_run_files
+from jaxgpt.run_folder import check_never_saved, claim_folder, copy_kept, write_run_files
 from jaxgpt.training import metrics, optimizer, step
 from jaxgpt.training import state as states
 from jaxgpt.training.probe import probe_gradients
@@ -134,6 +134,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             if restored is None:
                 check_never_saved(run_dir, cfg.checkpoint.every, say)
             state = restored.state if restored else inherit.start_state(cfg, tx, mesh, source, say)
+            if source and not restored:
+                copy_kept(source.run_dir, run_dir)
         first = done = restored.record.step if restored else 0
         position = restored.record.position if restored else 0
         # Fewer, should this not be the newest checkpoint, and the batch have been another.

@@ -29,6 +29,7 @@ def write_store(
     *,
     tokenizer: str = "tokenizer-a",
     vocab_size: int = 64,
+    start_id: int | None = None,
     policies: dict | None = None,
     origin: str = "corpus/file.txt",
 ) -> str:
@@ -46,7 +47,8 @@ def write_store(
         )
         for number, documents in enumerate(shards)
     ]
-    return write_manifest(directory, infos, policies=policies or {}, report={}, **common)
+    given = {"start_id": start_id, "policies": policies or {}, "report": {}}
+    return write_manifest(directory, infos, **given, **common)
 
 
 def stream_of(shards: Sequence[Documents]) -> list[int]:

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "checkpoint": DATA | {"model", "parallel", "training", "runtime"},
     "evaluation": DATA | {"model", "parallel", "training", "checkpoint", "runtime"},
 }
-MAY_IMPORT["interop"] = MAY_IMPORT["evaluation"] | {"evaluation"}
+MAY_IMPORT["interop"] = MAY_IMPORT["evaluation"] | {"evaluation", "run_folder"}
 MAY_IMPORT["start"] = MAY_IMPORT["evaluation"] | {"evaluation"}
 MAY_IMPORT["run_folder"] = DATA | {"training"}
 MAY_IMPORT["train"] = set(MAY_IMPORT) - {"corpus"}

@@ -22,7 +22,7 @@ from jaxgpt.checkpoint.store import Checkpointer, load_params
 from jaxgpt.config import Config, ModelConfig
 from jaxgpt.errors import ConfigError, DataError, NothingRestorable, NumericsError
 from jaxgpt.interop import export, families, hf, stored, tensors, twin, verify
-from jaxgpt.interop.canonical import computed
+from jaxgpt.model.canonical import computed
 from jaxgpt.model.params import Params, restack
 from jaxgpt.tokenization import tokenizer
 from jaxgpt.tokenization.tokenizer import Tokenizer

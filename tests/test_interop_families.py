@@ -12,9 +12,9 @@ import tiny
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.errors import ConfigError, DataError
-from jaxgpt.interop.canonical import canonical
 from jaxgpt.interop.facts import DEFAULTS
 from jaxgpt.interop.families import FAMILIES, family_of, read_config, write_config
+from jaxgpt.model.canonical import canonical
 
 # As published, in the spelling of transformers 4; only what matters here.
 PUBLISHED: dict[str, dict[str, Any]] = {

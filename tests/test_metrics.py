@@ -198,10 +198,11 @@ def test_given_tokens_take_the_place_of_the_loss_weight(tmp_path):
     assert run_timed(tmp_path, tokens=30)["tokens"] == 150
 
 
-def test_tokens_of_a_skipped_step_were_not_trained_on(tmp_path):
+@pytest.mark.parametrize("finite", [0, 1])  # a spike is finite
+def test_tokens_of_a_skipped_step_were_not_trained_on(tmp_path, finite):
     log = open_log(tmp_path, every=2)
-    push(log, 1, weight=40.0)
-    push(log, 2, weight=40.0, values={"finite": 0, "skipped": 1})
+    push(log, 1, weight=40.0, values={"finite": 1, "applied": 1})
+    push(log, 2, weight=40.0, values={"finite": finite, "applied": 0, "skipped": 1})
     log.close()
     assert written(tmp_path)[0]["tokens"] == 40
 

@@ -52,7 +52,7 @@ def run(
     segment_ids: Any = None,
 ) -> tuple[jax.Array, moe.RouterSums | None]:
     return moe.mlp(
-        cfg, p, h, weights=weights, segment_ids=segment_ids, constrain=lambda x, axes: x, impl=impl
+        cfg, p, h, weights=weights, segment_ids=segment_ids, constrain=lambda x, names: x, impl=impl
     )
 
 
@@ -241,7 +241,7 @@ def test_places_are_taken_in_order_of_tokens_then_choices_and_padding_takes_none
     p = random_params(cfg).layers[0]
     matrices = (p.w_gate, p.w_up, p.w_down)
     _, kept = dispatch.limited(
-        cfg, H[:1, :6], chosen, jnp.ones((1, 6, 2)), matrices, counted, lambda x, axes: x
+        cfg, H[:1, :6], chosen, jnp.ones((1, 6, 2)), matrices, counted, lambda x, names: x
     )
     right = [[1, 1], [1, 1], [0, 1], [0, 0], [0, 1], [0, 0]]
     np.testing.assert_array_equal(kept[0], right)

@@ -151,6 +151,17 @@ def test_rows_of_padding_have_no_weight(tmp_path):
     assert batch.segment_ids.tolist() == [[0] * 4, [1] * 4, [0] * 4]
 
 
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_begin_of_text_id_is_the_input_before_a_document_and_the_end_its_last_target(
+    tmp_path, document_mask
+):
+    write_store(tmp_path, [[[5, 6], [7]]], start_id=1)
+    batch = read_rows(Rows(open_store(tmp_path), 6), document_mask)
+    assert batch.tokens.tolist() == [[1, 5, 6, 1, 7, PAD_ID]]
+    assert batch.targets.tolist() == [[5, 6, E, 7, E, PAD_ID]]
+    assert batch.weights.tolist() == [[1, 1, 1, 1, 1, 0]]
+
+
 def test_dtypes_are_those_of_the_contract(tmp_path):
     batch = epoch(tmp_path, [[[5, 6, 7]]], 4, True)
     names = ("tokens", "targets", "weights", "segment_ids", "positions")

@@ -35,6 +35,7 @@ from jaxgpt.model.params import Params, specs
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import tree_shardings
 from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.frame import with_frame
 from jaxgpt.tokenization.tokenizer import Tokenizer
 
 T = 16
@@ -211,6 +212,19 @@ def test_text_in_memory_equals_the_store_of_the_same_documents(cfg, params, stor
 def test_one_string_is_one_document(cfg, params, tok):
     result = evaluate_text(cfg, params, tok, "the king")
     assert (result.tokens, result.bytes) == (len(tok.encode("the king")) + 1, 8)
+
+
+def test_texts_are_opened_by_the_begin_of_the_tokenizer_and_closed_by_its_end(cfg, params, tok):
+    begin = with_frame(tok, tok.pad_id, ())
+    ids = tok.encode("the king")
+    logits = np.asarray(gpt.apply(cfg.model, params, np.array([[tok.pad_id, *ids]]))[0], np.float64)
+    right = sum(
+        math.log(np.exp(line).sum()) - line[target]
+        for line, target in zip(logits, [*ids, tok.eos_id], strict=True)
+    )
+    result = evaluate_text(cfg, params, begin, "the king")
+    assert result.loss * result.tokens == pytest.approx(right, rel=1e-5)
+    assert result.loss != evaluate_text(cfg, params, tok, "the king").loss
 
 
 def test_empty_text_is_refused(cfg, params, tok):

@@ -21,6 +21,7 @@ from jaxgpt.data import best_fit
 from jaxgpt.data.store import open_store
 from jaxgpt.errors import ConfigError, DataError, StorageError
 from jaxgpt.tokenization import tokenizer
+from jaxgpt.tokenization.frame import with_frame
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,18 @@ def test_documents_stay_in_their_split_when_files_are_added(cfg, tmp_path):
     )
     prepare(grown)
     assert [text for text in documents(grown, "valid") if text in set(TEXTS)] == before
+
+
+def test_a_store_knows_the_input_that_opens_its_documents(tmp_path, models):
+    tok = tokenizer.load(models / "a.model")
+    begin = tmp_path / "begin.model"
+    begin.write_bytes(with_frame(tok, tok.pad_id, ()).raw)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
+    for path, start in ((models / "a.model", tok.eos_id), (begin, tok.pad_id)):
+        folder = tmp_path / path.stem
+        cfg = configure(folder, models, [tmp_path / "a.jsonl"], valid_share=0.0)
+        prepare(replace(cfg, tokenizer=TokenizerConfig(path=str(path))))
+        assert open_store(cfg.data.store).start_id == start
 
 
 def test_special_symbols_in_texts_add_no_end_of_text(tmp_path, models):

@@ -12,8 +12,8 @@ import pytest
 
 from jaxgpt import config
 from jaxgpt.interop import families
-from jaxgpt.interop.canonical import computed
 from jaxgpt.model import params
+from jaxgpt.model.canonical import computed
 from jaxgpt.training.schedules import schedule
 from jaxgpt.validation import num_steps
 

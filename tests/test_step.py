@@ -190,7 +190,8 @@ def test_a_step_that_is_not_finite_or_has_no_loss_token_changes_only_counters(
     for name in ("params", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
     assert [int(x) for x in (after.step, after.skipped, after.skipped_in_row)] == [2, 1, in_row]
-    assert [int(metrics[k]) for k in ("finite", "skipped", "skipped_in_row")] == [finite, 1, in_row]
+    names = ("finite", "applied", "skipped", "skipped_in_row")
+    assert [int(metrics[k]) for k in names] == [finite, 0, 1, in_row]
 
 
 def test_a_step_that_changes_nothing_has_consumed_its_rows(step_of_one_layer):
@@ -269,7 +270,7 @@ def rows_below_63(cfg: Config, seed: int) -> Batch:
 def test_one_micro_batch_that_is_not_a_number_skips_the_whole_update_once(micro):
     cfg, run, state = guarded()
     before, metrics = run(state, rows_below_63(cfg, 0))
-    assert int(metrics["finite"]) == 1 and int(metrics["skipped"]) == 0
+    assert [int(metrics[k]) for k in ("finite", "applied", "skipped")] == [1, 1, 0]
     assert int(before.opt_state.count) == int(before.opt_state.spikes.seen) == 1
     batch = rows_below_63(cfg, 1)
     batch.tokens[micro, 1, 3] = 63
@@ -290,8 +291,8 @@ def test_a_spike_is_counted_as_skipped_and_not_as_one_that_is_not_finite():
     before = state.replace(opt_state=state.opt_state.replace(spikes=calm))
     after, metrics = run(before, rows_below_63(cfg, 1))
     same_bits(after.params, before.params)
-    names = ("finite", "skipped", "skipped_in_row", "spikes")
-    assert [int(metrics[k]) for k in names] == [1, 1, 0, 1]
+    names = ("finite", "applied", "skipped", "skipped_in_row", "spikes")
+    assert [int(metrics[k]) for k in names] == [1, 0, 1, 0, 1]
     assert int(after.opt_state.spikes.seen) == 33
     loss = metrics["loss_sum"] / metrics["weight"]
     assert after.opt_state.spikes.losses[32] == pytest.approx(loss, rel=1e-6)

@@ -300,3 +300,13 @@ def test_among_many_shards_a_missing_or_damaged_one_is_named(tmp_path, damage):
     with pytest.raises((DataError, StorageError), match="001099.shard"):
         store = open_store(tmp_path)
         store.read(store.stream_len - 5, store.stream_len)  # headers are read on first touch
+
+
+def test_the_input_that_opens_documents_is_part_of_the_identity_where_it_is_not_the_end(tmp_path):
+    documents = [random_documents([4, 5])]
+    plain, same, other = (
+        write_store(tmp_path / str(start), documents, start_id=start) for start in (None, E, 1)
+    )
+    assert plain == same != other
+    assert open_store(tmp_path / "None").start_id == open_store(tmp_path / "2").start_id == E
+    assert open_store(tmp_path / "1").start_id == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgpt import config
@@ -21,17 +22,12 @@ from jaxgpt.checkpoint.record import Record
 from jaxgpt.config import Config, ModelConfig
 from jaxgpt.errors import ConfigError, DataError, NothingRestorable
 from jaxgpt.model import params as parameters
+from jaxgpt.model.canonical import computed
 from jaxgpt.model.params import Params
 from jaxgpt.parallel.sharding import tree_shardings
 from jaxgpt.training import state as states
 from jaxgpt.training.optimizer import Optimizer
 from jaxgpt.training.state import TrainState
-
-# Neither shape parameters nor change what a trained model computes.
-FREE = {
-    "stacked", "remat", "dropout", "init", "init_std", "init_depth_scale", "aux_layers",
-    "capacity_factor",
-}  # fmt: skip
 
 
 class Source(NamedTuple):
@@ -39,6 +35,10 @@ class Source(NamedTuple):
 
     directory: Path  # of the step
     record: Record
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory.parent.parent
 
     @property
     def digest(self) -> str:
@@ -91,12 +91,12 @@ def start_state(
     """
     if source is None:
         return states.create(cfg, optimizer, mesh)
-    saved, loaded, record = load.load_step(
+    _, loaded, record = load.load_step(
         source.directory, shardings=lambda of: tree_shardings(mesh, parameters.specs(of.model))
     )
-    dtype = jax.numpy.dtype(cfg.train.param_dtype)
+    dtype = jnp.dtype(cfg.train.param_dtype)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(loaded)}
-    rounded = [str(d) for d in dtypes if jax.numpy.promote_types(d, dtype) != dtype]
+    rounded = [str(d) for d in dtypes if jnp.promote_types(d, dtype) != dtype]
     say(
         f"starting from the weights of {source.directory}, step {record.step} (run.init_from)"
         + (f", rounded from {', '.join(sorted(rounded))} to {dtype}" if rounded else "")
@@ -121,8 +121,8 @@ def _differences(saved: ModelConfig, now: ModelConfig) -> Iterator[str]:
         {name: list(spec.shape) for name, spec in named_leaves(parameters.specs(m)).items()}
         for m in (saved, now)
     )
-    for name in wanted.keys() & shapes if there == here else ():
-        if shapes[name] != wanted[name]:
+    for name in wanted if there == here else ():
+        if shapes.get(name, wanted[name]) != wanted[name]:
             yield (
                 f"params.{name} is {shapes[name]}, in this run {wanted[name]}; set "
                 f"model.vocab_size = {saved.vocab_size} if the tokenizer is the same"
@@ -130,21 +130,10 @@ def _differences(saved: ModelConfig, now: ModelConfig) -> Iterator[str]:
 
 
 def _function(model: ModelConfig) -> dict[str, Any]:
-    """Return what shapes parameters or changes what they compute, sizes of 0 filled in."""
-    m = model
-    fields = {key: value for key, value in vars(m).items() if key not in FREE}
-    fields |= {
-        "num_kv_heads": m.kv_heads,
-        "head_dim": m.head_width,
-        "mlp_dim": m.mlp_width,
-        "expert_dim": m.expert_width if m.num_experts else 0,
-        "attn_scale": m.attn_scale or m.head_width**-0.5,
-        "rope_high_freq": m.rope_high,
-        "rope_original_len": m.rope_original_len or m.seq_len / m.rope_factor,
-    }
+    """Return what shapes parameters or changes what they compute, but for the vocabulary."""
+    fields = dict(vars(computed(model)))
+    fields["attn_scale"] = fields["attn_scale"] or model.head_width**-0.5
     del fields["vocab_size"]  # told apart by the parameters that have it
-    if m.rope_scaling in ("none", "linear"):
-        del fields["rope_original_len"]
-    if m.positions != "learned":
+    if model.positions != "learned":
         del fields["seq_len"]
     return fields

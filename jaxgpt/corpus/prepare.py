@@ -227,6 +227,7 @@ def publish(store: Path, key: dict, finished: Finished, results: dict[int, dict]
             tokenizer_digest=tok.digest,
             vocab_size=tok.vocab_size,
             eos_id=tok.eos_id,
+            start_id=tok.start_id,
             policies=policies | {"split": split},
             report=report,
             generation=key["generation"],

@@ -4,7 +4,8 @@
 packing index lists. Either way the target of an input is the id after it in the stream, so every id
 of every document, its first included, is a target exactly once per epoch, each document is closed
 by one target E, and padding has weight 0. An input E opens its document, whose segment is
-E d1 ... dn. Pure NumPy; any rows in any order.
+E d1 ... dn; where a tokenizer from elsewhere has a begin-of-text id, that id is the input in E's
+place. Pure NumPy; any rows in any order.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Layout:
     width: int
     dtype: np.dtype
     document_mask: bool
+    opening: tuple[int, int]  # E, and the input that stands in its place
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Rows:
         """Return the layout of what `gather` reads of these rows."""
         # T inputs and T targets, of which rows laid end to end share all but one.
         width = 2 * self.seq_len if self.index else self.seq_len + 1
-        return Layout(self.seq_len, width, self.store.dtype, document_mask)
+        opening = self.store.eos_id, self.store.start_id
+        return Layout(self.seq_len, width, self.store.dtype, document_mask, opening)
 
     def fill(self, rows: np.ndarray) -> np.ndarray:
         """Return how many inputs of each row [M] are not padding, int64 [M]."""
@@ -145,6 +148,9 @@ def cut(read: tuple[np.ndarray, ...], layout: Layout) -> Batch:
     seq_len = layout.seq_len
     tokens = ids[..., :seq_len].astype(np.int32)
     targets = ids[..., -seq_len:].astype(np.int32)
+    end, start = layout.opening
+    if start != end:
+        np.copyto(tokens, start, where=tokens == end)
     weights = np.ones(tokens.shape, np.float32)
     padding = None
     if (lengths < seq_len).any():

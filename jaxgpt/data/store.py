@@ -41,25 +41,29 @@ def write_manifest(
     tokenizer_digest: str,
     vocab_size: int,
     eos_id: int,
+    start_id: int | None = None,
     policies: dict,
     report: dict,
     generation: int = 1,
 ) -> str:
     """Publish a store by writing its manifest, and return the identity of the data (SHA-256, hex).
 
-    The identity covers what the stream is made of: contents and order of the non-empty shards, and
-    the tokenizer. Names, paths, times, `policies`, `report` and `generation` are covered only by
-    the manifest's own checksum. The manifest of an earlier generation stays, under another name.
+    `start_id` is the input that opens a document, if that is not E. The identity covers what the
+    stream is made of: contents and order of the non-empty shards, and the tokenizer. Names, paths,
+    times, `policies`, `report` and `generation` are covered only by the manifest's own checksum.
+    The manifest of an earlier generation stays, under another name.
     """
     directory = Path(directory)
+    start = {} if start_id in (None, eos_id) else {"start_id": start_id}
     body = {
         "format": "jaxgpt-store",
         "version": VERSION,
         "generation": generation,
-        "digest": _identity(shard_infos, tokenizer_digest, vocab_size, eos_id),
+        "digest": _identity(shard_infos, tokenizer_digest, vocab_size, eos_id, *start.values()),
         "tokenizer_digest": tokenizer_digest,
         "vocab_size": vocab_size,
         "eos_id": eos_id,
+        **start,
         "shards": shard_infos,
         "policies": policies,
         "report": report,
@@ -75,9 +79,9 @@ def write_manifest(
     return body["digest"]
 
 
-def _identity(shards: list[dict], tokenizer_digest: str, vocab_size: int, eos_id: int) -> str:
+def _identity(shards: list[dict], tokenizer_digest: str, *ids: int) -> str:
     contents = [shard["content"] for shard in shards if shard["num_docs"]]
-    text = json.dumps([VERSION, tokenizer_digest, vocab_size, eos_id, contents])
+    text = json.dumps([VERSION, tokenizer_digest, *ids, contents])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -158,8 +162,9 @@ class Store:
 
     `digest` is the identity of the data, `num_bytes` counts the UTF-8 bytes of all documents,
     `stream_len` = num_docs + num_tokens the stream positions that are inputs. `dtype` is that of
-    the stored ids; `shard_docs` and `shard_positions`, int64 [shards + 1], tell the first document
-    and stream position of each shard.
+    the stored ids, in which E opens each document; a model reads `start_id` there, mostly the same.
+    `shard_docs` and `shard_positions`, int64 [shards + 1], tell the first document and stream
+    position of each shard.
     """
 
     def __init__(self, directory: Path, manifest: dict, max_open: int):
@@ -168,6 +173,7 @@ class Store:
         self.tokenizer_digest: str = manifest["tokenizer_digest"]
         self.vocab_size: int = manifest["vocab_size"]
         self.eos_id: int = manifest["eos_id"]
+        self.start_id: int = manifest.get("start_id", self.eos_id)
         self.dtype = token_dtype(self.vocab_size)
         self._entries: list[dict] = manifest["shards"]
         self._common = {key: manifest[key] for key in ("tokenizer_digest", "vocab_size", "eos_id")}

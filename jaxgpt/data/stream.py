@@ -272,7 +272,7 @@ def _earlier(
 def _check_source(
     store: Store, name: str, first: Store, first_name: str, seq_len: int, split: str
 ) -> None:
-    for field in ("tokenizer_digest", "vocab_size", "eos_id"):
+    for field in ("tokenizer_digest", "vocab_size", "eos_id", "start_id"):
         ours, theirs = getattr(store, field), getattr(first, field)
         if ours != theirs:
             raise DataError(

@@ -154,7 +154,9 @@ def evaluate_text(
     )
     with tempfile.TemporaryDirectory(prefix="jaxgpt-eval-") as folder:
         shard = write_shard(Path(folder, "text.bin"), encoded, **common)
-        write_manifest(Path(folder), [shard], policies={}, report={}, **common)
+        write_manifest(
+            Path(folder), [shard], start_id=tok.start_id, policies={}, report={}, **common
+        )
         with closing(open_store(folder)) as store:
             return evaluate(cfg, params, store, batch=batch, name=name)
 

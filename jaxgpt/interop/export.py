@@ -25,14 +25,15 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.durable import storage_errors, sync_directory, write_atomic
 from jaxgpt.errors import ConfigError, NumericsError
 from jaxgpt.interop import families, hf, tensors, tokenizers, twin, verify
-from jaxgpt.interop.canonical import computed
 from jaxgpt.interop.stored import Stored, host_device, open_stored
 from jaxgpt.interop.tensors import Entry
 from jaxgpt.interop.tokenizer_folder import dump
 from jaxgpt.interop.tokenizers import CarriedOut
 from jaxgpt.interop.weights import MAX_CONFIG, SHARD_BYTES, read_json, write_weights
 from jaxgpt.model import params as parameters
+from jaxgpt.model.canonical import computed
 from jaxgpt.model.params import Params
+from jaxgpt.run_folder import KEPT
 from jaxgpt.tokenization import tokenizer
 from jaxgpt.tokenization.tokenizer import Tokenizer
 
@@ -119,7 +120,7 @@ def make_plan(run: str | Path, step: int | None, dtype: str, weights: str) -> Pl
     stored = open_stored(directory, record, "ema" if averaged else "last")
     model = config.from_dict(record.config).model
     base = _carried(run_dir)
-    kept = families.read_config(base, str(run_dir / tokenizers.KEPT)).family if base else None
+    kept = families.read_config(base, str(run_dir / KEPT)).family if base else None
     family = kept or families.family_of(model)
     kind = DTYPES.get(dtype)
     content = families.write_config(family, model, str(kind or stored.dtype("embed")), base)
@@ -136,7 +137,7 @@ def make_plan(run: str | Path, step: int | None, dtype: str, weights: str) -> Pl
 
 def _carried(run_dir: Path) -> dict[str, Any] | None:
     """Return the config.json that an imported run came with."""
-    path = run_dir / tokenizers.KEPT / "config.json"
+    path = run_dir / KEPT / "config.json"
     return read_json(path, MAX_CONFIG) if path.is_file() else None
 
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from jaxgpt.config import Config, ModelConfig
 from jaxgpt.errors import ConfigError, DataError
-from jaxgpt.interop.canonical import canonical, computed
 from jaxgpt.interop.facts import DEFAULTS, INERT, SAID_ELSEWHERE, type_name
 from jaxgpt.interop.facts import FAMILIES as FAMILIES
 from jaxgpt.interop.fields import Fields
 from jaxgpt.interop.reading import read_gpt2, read_rotary
 from jaxgpt.interop.writing import write
+from jaxgpt.model.canonical import canonical, computed
 from jaxgpt.validation import problems_of
 
 

@@ -17,11 +17,11 @@ from jaxgpt.durable import storage_errors, write_atomic
 from jaxgpt.errors import DataError
 from jaxgpt.interop import tokenizer_json
 from jaxgpt.interop.tokenizer_folder import SMALL, dump, open_directory, read_small
+from jaxgpt.run_folder import KEPT
 from jaxgpt.tokenization import tokenizer
 from jaxgpt.tokenization.tokenizer import MAX_MODEL_BYTES, Tokenizer
 from jaxgpt.tokenization.tokenizer_check import NASTY
 
-KEPT = "hf"  # folder in a run for the files it was imported with
 # What is carried, and how large each may be.
 FILES = {
     "config.json": SMALL,

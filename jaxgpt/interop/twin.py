@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.config import ModelConfig
-from jaxgpt.interop.canonical import canonical
+from jaxgpt.model.canonical import canonical
 from jaxgpt.model.params import specs
 
 HEAD, LENGTH, WINDOW = 8, 64, 7

@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.interop import rope
-from jaxgpt.interop.canonical import canonical
 from jaxgpt.interop.facts import ARCHITECTURES, DEFAULTS, FULL, GEMMA, SLIDING, type_name
+from jaxgpt.model.canonical import canonical
 
 
 def write(family: str, cfg: ModelConfig) -> dict[str, Any]:

@@ -116,7 +116,9 @@ def limited(
     def product(x: Array, w: Array) -> Array:
         return jnp.where(taken, jnp.einsum("beci,eio->beco", x, w), 0)
 
-    place = partial(constrain, axes=(*buffer[:3], "mlp"))
+    def place(hidden: Array) -> Array:
+        return constrain(hidden, (*buffer[:3], "mlp"))
+
     out = constrain(_mlp(cfg, product, x, matrices, place), buffer).reshape(B, E * C, D)
     out = jax.vmap(take)(out, position, source[..., None]).reshape(B, T, k, D)
     out = constrain(_mix(out, gates).astype(h.dtype), ("batch", "seq", None))

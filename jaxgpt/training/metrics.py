@@ -29,7 +29,8 @@ from jaxgpt.training.rows import RowFile
 
 # Counted, or written as they are at the row's own step; others are averaged over the row's steps.
 NOT_AVERAGED = (
-    "lr", "weight", "tokens", "finite", "skipped", "skipped_in_row", "spikes", "rows_digest",
+    "lr", "weight", "tokens", "finite", "applied", "skipped", "skipped_in_row", "spikes",
+    "rows_digest",
 )  # fmt: skip
 PLAIN_SECONDS = 2.0  # at most one plain progress line in this time
 
@@ -134,10 +135,10 @@ class RunLog:
         """Take the metrics of update number `step` (from 1); return those of the step before.
 
         `metrics` are scalars: `loss_sum` and `weight` (their ratio is the loss), `lr`, `grad_norm`,
-        `finite`, `skipped` (steps so far that changed nothing), and any others. `tokens` are those
-        trained on in this step (by default `metrics["tokens"]`, or the weight); `position` is the
-        sample counter after it; `data_wait` is in seconds. Returns None if the step before has been
-        fetched already; `last` always holds the newest fetched values.
+        `applied` (0: it changed nothing), `skipped` (such steps so far), and any others. `tokens`
+        are those of this step (by default `metrics["tokens"]`, or the weight), trained on if it was
+        applied; `position` is the sample counter after it; `data_wait` is in seconds. Returns None
+        if the step before has been fetched already; `last` always holds the newest fetched values.
         """
         for value in metrics.values():
             if isinstance(value, jax.Array):
@@ -204,7 +205,7 @@ class RunLog:
         self.last = values
         now = self._clock()  # the step is done
         tokens = round(values.get("tokens", values["weight"])) if tokens is None else tokens
-        tokens *= bool(values.get("finite", 1))  # a skipped step trained on nothing
+        tokens *= bool(values.get("applied", 1))  # a skipped step trained on nothing
         self.tokens += tokens
         _add(self._window, values)
         if self._since is None:

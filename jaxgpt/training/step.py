@@ -43,8 +43,9 @@ def train_step(
     unit of weight.
     Metrics: `loss_sum` (main cross-entropy, nats) and `weight`, `z_loss_sum`, `aux_loss_sum` and
     `label_smoothing_sum` where they are switched on (what they add to the loss), those of
-    `routing`, `grad_norm` before clipping, `lr`, `finite` (1 or 0), and the state's `skipped`,
-    `skipped_in_row`, `rows_digest` and, with `optim.spike_sigma`, `spikes` (also in `skipped`).
+    `routing`, `grad_norm` before clipping, `lr`, `finite` and `applied` (1 or 0), and the state's
+    `skipped`, `skipped_in_row`, `rows_digest` and, with `optim.spike_sigma`, `spikes` (also in
+    `skipped`).
     """
     grads, sums = gradients(cfg, state.params, batch, state.step, mesh=mesh)
     total, weight = sums.pop("total"), sums["weight"]
@@ -62,22 +63,24 @@ def train_step(
         loss=total / per,
         usable=some & jnp.isfinite(total),
     )
-    finite, changed = jnp.isfinite(total) & stats.pop("finite"), stats.pop("applied")
+    finite, applied = jnp.isfinite(total) & stats.pop("finite"), stats.pop("applied")
     in_row = jnp.where(finite, state.skipped_in_row, state.skipped_in_row + 1)
     state = TrainState(
         step=state.step + 1,
         params=params,
         opt_state=opt_state,
-        skipped=state.skipped + jnp.where(changed, 0, 1),
-        skipped_in_row=jnp.where(changed, 0, in_row),
+        skipped=state.skipped + jnp.where(applied, 0, 1),
+        skipped_in_row=jnp.where(applied, 0, in_row),
         rows_digest=state.rows_digest + rows_digest(batch),
     )
     counters = {
+        "finite": finite.astype(jnp.int32),
+        "applied": applied.astype(jnp.int32),
         "skipped": state.skipped,
         "skipped_in_row": state.skipped_in_row,
         "rows_digest": state.rows_digest,
     }
-    return state, sums | stats | counters | {"finite": finite.astype(jnp.int32)}
+    return state, sums | stats | counters
 
 
 def gradients(
