@@ -31,6 +31,8 @@ from jaxgpt.schema import TrainConfig as TrainConfig
 from jaxgpt.toml_values import convert, dump, line_of, read_toml, suggestion
 from jaxgpt.validation import problems_of
 
+# Fields of saved configurations that have another name and form by now.
+RENAMED = {("train", "aux_loss_weight"): ("aux_loss_weights", lambda weight: [weight])}
 SECTIONS: dict[str, type] = {
     name: hint for name, hint in typing.get_type_hints(Config).items() if name != "origins"
 }
@@ -138,13 +140,16 @@ def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
-    """Return the Config of a nested dict as made by `to_dict`; raises ConfigError like `load`."""
+    """Return the Config of a nested dict as made by `to_dict`, also by an earlier version.
+
+    Raises ConfigError for keys and types like `load`.
+    """
     problems: list[str] = []
-    settings = [
-        (section, key, value, "saved configuration")
-        for section, table in tree.items()
-        for key, value in (table.items() if isinstance(table, dict) else ())
-    ]
+    settings = []
+    for section, table in tree.items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            name, form = RENAMED.get((section, key), (key, lambda value: value))
+            settings.append((section, name, form(value), "saved configuration"))
     cfg = _build(settings, problems)
     if problems:
         raise ConfigError(*problems)

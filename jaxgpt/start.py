@@ -20,7 +20,7 @@ from jaxgpt.evaluation.perplexity import store_tokenizer
 from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training.probe import Probe
 from jaxgpt.training.step import logits_dtype
-from jaxgpt.validation import num_steps
+from jaxgpt.validation import num_steps, schedule_problems
 
 
 def recorded_history(cfg: Config, record: Record | None) -> histories.History | None:
@@ -35,7 +35,8 @@ def last_step(cfg: Config, data: Data, record: Record | None, say: Callable[[str
     """Return the updates of the run: as configured, or as many whole batches as there is data.
 
     Those of its newest checkpoint, of which `record` is the commit record, may have consumed more
-    or fewer rows each than are asked for now.
+    or fewer rows each than are asked for now. Raises ConfigError where the data holds no batch, or
+    fewer than the schedule needs.
     """
     done, position = (record.step, record.position) if record else (0, 0)
     wanted, spans = num_steps(cfg, done, position), ramp.spans(cfg, done, position)
@@ -50,6 +51,9 @@ def last_step(cfg: Config, data: Data, record: Record | None, say: Callable[[str
             )
         over = f", {left} rows left over" if left else ""
         say(f"the data ends after {there} steps (data.max_epochs){over}")
+        length = f"data.max_epochs = {cfg.data.max_epochs:g} ({there} steps)"
+        if problems := list(schedule_problems(cfg, there, length)):
+            raise ConfigError(*problems)
     return min(wanted or there, there)
 
 

@@ -199,17 +199,19 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         with contextlib.closing(batches):
             while done < total and not stop.reason:
                 rows = ramp.batch_rows(cfg, position)
-                if compiled_for not in (0, rows):
-                    log.note(f"from step {done + 1} on {rows} rows per update (train.batch_ramp)")
-                began = time.monotonic()
-                with dog.phase("data", detail=blocks.reading):
-                    batch = next(batches)
-                waited = time.monotonic() - began
-                compiles, compiled_for = rows != compiled_for, rows
+                compiles = rows != compiled_for
                 with dog.phase("compile" if compiles else "step"):
+                    # A change of batch opens another pipeline and compiles: neither is training.
                     with log.paused() if compiles else contextlib.nullcontext():
+                        if compiles and compiled_for:
+                            change = f"from step {done + 1} on {rows} rows per update"
+                            log.note(f"{change} (train.batch_ramp)")
+                        began = time.monotonic()
+                        with dog.phase("data", detail=blocks.reading):
+                            batch = next(batches)
+                        waited = 0.0 if compiles else time.monotonic() - began
                         state, scalars = train_step(state, sharding.to_global(mesh, batch))
-                    done, position = done + 1, position + rows
+                    done, position, compiled_for = done + 1, position + rows, rows
                     log.push(done, scalars, position=position, data_wait=waited)
                 check_numerics(cfg, log.last)
                 fault("step")

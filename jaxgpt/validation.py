@@ -48,6 +48,7 @@ SHARES = {
 }
 POSITIVE = {"model": {"norm_eps", "rope_base", "rope_factor"}, "optim": {"eps"}}
 MAX_SEQ_LEN = 1 << 24
+MAX_ROWS = (1 << 31) - 1  # rows of an update are numbered in int32
 MAX_SEED = (1 << 32) - 1  # JAX keys take 32 bits: seed 2**32 would silently be seed 0
 # Fields that are the decay of a stored moment, by optimiser; 8 bits of bfloat16 hold a change of
 # 2^-8 or more.
@@ -171,25 +172,33 @@ def _data(cfg: Config) -> Iterator[str]:
 
 
 def _training(cfg: Config) -> Iterator[str]:
-    t, o = cfg.train, cfg.optim
+    t = cfg.train
     for rows, key in ramp.batch_sizes(t).items():
         if t.micro_batch > 0 and rows % t.micro_batch:
             yield f"{key} = {rows} is not a multiple of train.micro_batch = {t.micro_batch}"
+        if rows > MAX_ROWS:
+            yield f"{key} = {rows}: must be at most {MAX_ROWS}"
     wrong = list(_batch_ramp(cfg))
     yield from wrong
     if wrong or t.global_batch < 1 or cfg.model.seq_len < 1:
         return  # already reported; steps cannot be counted
-    steps, warmup = num_steps(cfg), warmup_steps(cfg)
-    asked = f"optim.warmup_steps = {warmup}"
-    if not o.warmup_steps:
-        asked = f"optim.warmup_tokens = {o.warmup_tokens} ({warmup} steps)"
-    if steps > 0 and warmup > steps:
-        yield f"{asked} is longer than the run, train.num_steps = {steps}"
-    if steps > 0 and o.schedule == "wsd" and warmup + o.decay_steps > steps:
-        yield (
-            f"{asked} and optim.decay_steps = {o.decay_steps} "
-            f"do not fit in train.num_steps = {steps}"
+    if (steps := num_steps(cfg)) > 0:
+        tokens = f"train.num_tokens = {t.num_tokens} ({steps} steps)"
+        yield from schedule_problems(
+            cfg, steps, f"train.num_steps = {steps}" if t.num_steps else tokens
         )
+
+
+def schedule_problems(cfg: Config, steps: int, length: str) -> Iterator[str]:
+    """Yield what of the schedule does not fit in a run of so many steps; `length`: what says so."""
+    o, warmup = cfg.optim, warmup_steps(cfg)
+    asked = f"optim.warmup_steps = {warmup}"
+    if o.warmup_tokens and not o.warmup_steps:
+        asked = f"optim.warmup_tokens = {o.warmup_tokens} ({warmup} steps)"
+    if warmup > steps:
+        yield f"{asked} is longer than the run, {length}"
+    if o.schedule == "wsd" and warmup + o.decay_steps > steps:
+        yield f"{asked} and optim.decay_steps = {o.decay_steps} do not fit in {length}"
 
 
 def _optim(cfg: Config) -> Iterator[str]:

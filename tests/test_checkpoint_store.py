@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -665,6 +666,47 @@ def test_missing_and_surplus_leaves_are_named(two_steps, run):
         run.start().restore_latest(target)
     assert "params.head is wanted, but not saved" in str(refused.value)
     assert "params.scale is saved, but not wanted" in str(refused.value)
+
+
+def test_an_optimiser_with_another_state_is_refused_with_the_way_out(two_steps, run):
+    shutil.copytree(two_steps, run.root)
+    target = abstract(make_state(0))
+    target = target.replace(opt_state=target.opt_state[1:])
+    with pytest.raises(ConfigError) as refused:
+        run.start().restore_latest(target, allow=["optim"])
+    assert f"set run.init_from={run.root.parent} and another run.dir" in str(refused.value)
+
+
+# One key differs, one is new since the checkpoint with its default, and one is not.
+OPTIM = {"name": "adamw", "lr": 0.1, "beta1": 0.9}
+
+
+@pytest.mark.parametrize(
+    "now, words",
+    [
+        (OPTIM | {"ema_decay": 0.0}, ""),
+        (OPTIM | {"ema_decay": 0.9}, "optim differs: ema_decay was 0.0, is 0.9; to resume"),
+        (OPTIM | {"lr": 0.2}, "optim differs: lr was 0.1, is 0.2; to resume"),
+    ],
+)
+def test_of_tables_only_what_differs_from_value_or_default_is_told(run, now, words):
+    save(run.start(identity={"optim": json.dumps(OPTIM)}), 1)
+    checkpointer = run.start(identity={"optim": json.dumps(now)})
+    if not words:
+        assert checkpointer.restore_latest(abstract(make_state(0))).record.step == 1
+        return
+    with pytest.raises(ConfigError) as refused:
+        checkpointer.restore_latest(abstract(make_state(0)))
+    assert words in str(refused.value)
+
+
+def test_what_has_changed_in_the_configuration_is_said_on_resume(two_steps, run):
+    shutil.copytree(two_steps, run.root)
+    now = CONFIG | {"run": {"dir": "there", "seed": 1}}
+    for config in (CONFIG, now):
+        run.start(config_dict=config).restore_latest(abstract(make_state(0)))
+    said = [line for line in run.said if "configuration" in line]
+    assert said == ["configuration since step 2: run.seed was 0, is 1"]
 
 
 # Several processes.

@@ -193,6 +193,12 @@ def test_written_toml_reads_back_to_the_same_configuration():
     assert config.from_dict(config.to_dict(cfg)) == cfg
 
 
+def test_the_configuration_of_an_earlier_version_is_read():
+    saved = {"train": {"aux_loss_weight": 0.5, "num_steps": 3}}
+    cfg = config.from_dict(saved)
+    assert (cfg.train.aux_loss_weights, cfg.train.num_steps) == ((0.5,), 3)
+
+
 def test_every_field_has_a_meaning():
     for section in config.SECTIONS:
         for field, _ in config.fields_of(section):

@@ -89,6 +89,7 @@ def test_a_ramp_is_put_in_words_before_the_batch_it_ends_with():
         (['train.batch_ramp={"1e6" = 4}'], ["train.batch_ramp['1e6']", "whole number"]),
         (['train.batch_ramp={"1__0" = 4}'], ["train.batch_ramp['1__0']", "whole number"]),
         (['train.batch_ramp={"10" = 0}'], ["train.batch_ramp['10'] = 0", "at least 1"]),
+        (['train.batch_ramp={"10" = 2147483648}'], ["= 2147483648", "at most 2147483647"]),
         (['train.batch_ramp={"90" = 4, "80" = 6}'], ["train.batch_ramp['80']", "after 90"]),
         (['train.batch_ramp={"1000" = 4, "1_000" = 6}'], ["['1_000']", "after 1_000"]),
         (

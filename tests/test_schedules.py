@@ -121,6 +121,21 @@ def test_a_warm_up_in_tokens_that_is_longer_than_the_run_is_refused_by_its_name(
     ]
 
 
+@pytest.mark.parametrize(
+    "optim, named",
+    [
+        ({}, "optim.warmup_steps = 0"),
+        ({"warmup_steps": 5}, "optim.warmup_steps = 5"),
+        ({"warmup_tokens": 640}, "optim.warmup_tokens = 640 (5 steps)"),
+    ],
+)
+def test_a_wsd_that_does_not_fit_is_refused_with_the_warm_up_that_was_asked_for(optim, named):
+    wsd = OptimConfig(schedule="wsd", decay_steps=60, **optim)
+    assert problems_of(dataclasses.replace(in_tokens(0), optim=wsd)) == [
+        f"{named} and optim.decay_steps = 60 do not fit in train.num_steps = 50"
+    ]
+
+
 @pytest.mark.parametrize("key, value", [("decay_steps", 5), ("decay_shape", "sqrt")])
 def test_what_only_wsd_uses_is_refused_elsewhere(key, value):
     cfg = dataclasses.replace(in_tokens(0), optim=OptimConfig(**{key: value}))

@@ -46,11 +46,28 @@ def test_the_last_step_is_the_last_whole_batch_after_what_was_consumed(
 )
 def test_the_data_may_end_inside_a_ramp(end, last, left):
     growing = {"train__batch_ramp": {"64": 2, "160": 4}, "train__num_steps": 0}
-    cfg = tiny(Path("none"), "run", data__max_epochs=1.0, **growing)
+    cfg = tiny(Path("none"), "run", data__max_epochs=1.0, optim__warmup_steps=0, **growing)
     said: list[str] = []
     assert last_step(cfg, SimpleNamespace(end=end), None, said.append) == last
     over = f", {left} rows left over" if left else ""
     assert said == [f"the data ends after {last} steps (data.max_epochs){over}"]
+
+
+@pytest.mark.parametrize(
+    "optim, words",
+    [
+        ({"warmup_steps": 19}, "optim.warmup_steps = 19 is longer than the run"),
+        ({"schedule": "wsd", "warmup_steps": 9, "decay_steps": 10}, "optim.warmup_steps = 9 and"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_in_the_data_is_refused(optim, words):
+    changes = {f"optim__{key}": value for key, value in optim.items()}
+    cfg = tiny(Path("none"), "run", data__max_epochs=1.0, train__num_steps=0, **changes)
+    with pytest.raises(ConfigError) as refused:
+        last_step(cfg, SimpleNamespace(end=145), None, lambda line: None)
+    assert str(refused.value).startswith(words)
+    assert str(refused.value).endswith("data.max_epochs = 1 (18 steps)")
+    assert last_step(cfg, SimpleNamespace(end=152), None, lambda line: None) == 19
 
 
 def test_data_too_short_for_the_first_update_of_a_ramp_is_refused_by_its_key():

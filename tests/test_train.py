@@ -250,6 +250,25 @@ def test_a_growing_batch_takes_the_rows_that_its_position_says(growing, golden):
     assert table[2]["rows_digest"] == right[8]
 
 
+def test_the_wait_for_another_batch_size_is_no_training_time(monkeypatch, root):
+    from jaxgpt.data import pipeline
+
+    opened = pipeline.batches
+
+    def slow(*args, **options):
+        time.sleep(0.5)
+        return opened(*args, **options)
+
+    monkeypatch.setattr(pipeline, "batches", slow)
+    on_one_device(monkeypatch)
+    train(tiny(root, "slow-growing", **GROWING))
+    table = [row for row in rows(root / "slow-growing") if "loss" in row]
+    # Steps 3 and 5 are the first of 4 and of 8 rows; a share of more than 1 would be a wait that
+    # is not part of the time it is a share of.
+    assert [row["data_wait"] for row in table][2::2] == [0, 0]
+    assert table[2]["tokens_per_sec"] > 64 / 0.5
+
+
 @pytest.mark.parametrize("step", [2, 4])  # at a change, and between the last change and the end
 def test_a_growing_batch_goes_on_bit_for_bit_after_an_interruption(
     monkeypatch, root, growing, capsys, step

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jaxgpt import config
 from jaxgpt.checkpoint import arrays, commit, fingerprint, processes
 from jaxgpt.checkpoint.record import MAX_INTEGER, Damaged, Record
 from jaxgpt.errors import ConfigError, StorageError
@@ -87,6 +89,8 @@ def restore_state(
     leaves = fingerprint.named_leaves(abstract)
     for name in _check_belongs(directory, record, leaves, wanted):
         log(f"{directory}: {name} has changed since, as checkpoint.allow_change permits")
+    if changed := _first(list(_config_differences(record.config, wanted.config))):
+        log(f"configuration since step {record.step}: {'; '.join(changed)}")
     values = read_verified(directory, record, leaves, verify_files=wanted.verify_files)
     state = jax.tree.unflatten(jax.tree.structure(abstract), values.values())
     if convert:
@@ -109,19 +113,55 @@ def _check_belongs(
             "run.dir"
         )
     saved, now = record.identity, wanted.identity
-    different = [name for name in sorted(saved | now) if saved.get(name) != now.get(name)]
+    different = {
+        name: words
+        for name in sorted(saved | now)
+        if (words := _difference(name, saved.get(name), now.get(name)))
+    }
     problems = [
-        f"{directory}: {name} differs: saved with {saved.get(name, 'none')}, "
-        f"now {now.get(name, 'none')}; {_remedy(name, wanted.allow)}"
-        for name in different
+        f"{directory}: {name} differs: {words}; {_remedy(name, wanted.allow)}"
+        for name, words in different.items()
         if name not in wanted.allow
     ]
-    problems += [f"{directory}: {line}" for line in _leaf_differences(record, leaves)]
+    of_leaves = _leaf_differences(record, leaves)
+    problems += [f"{directory}: {line}" for line in of_leaves]
+    if any("opt_state." in line for line in of_leaves):
+        problems.append(
+            f"{directory}: the state of the optimiser has another form, which no permission "
+            "changes; to start from the weights alone set "
+            f"run.init_from={directory.parent.parent} and another run.dir"
+        )
     if problems:
         keys = _first(list(_config_differences(record.config, wanted.config)))
         problems += [f"{directory}: configuration: {'; '.join(keys)}"] if keys else []
         raise ConfigError(*problems)
-    return different
+    return list(different)
+
+
+def _difference(name: str, saved: str | None, now: str | None) -> str:
+    """Return how a digest differs, empty if it does not; of two tables (JSON) only what differs.
+
+    A key that one version of jaxgpt did not know counts as its default.
+    """
+    tables = _table(saved), _table(now)
+    if saved == now or None in tables:
+        return "" if saved == now else f"saved with {saved or 'none'}, now {now or 'none'}"
+    defaults = config.to_dict(config.Config()).get(name, {})
+    return "; ".join(_changes(defaults | tables[0], defaults | tables[1]))
+
+
+def _table(text: str | None) -> dict[str, Any] | None:
+    try:
+        table = json.loads(text or "")
+    except ValueError:
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted(old | new):
+        if old.get(key) != new.get(key):
+            yield f"{prefix}{key} was {old.get(key)!r}, is {new.get(key)!r}"
 
 
 def _remedy(name: str, allow: Collection[str]) -> str:
@@ -141,7 +181,7 @@ def _leaf_differences(record: Record, leaves: dict[str, jax.ShapeDtypeStruct]) -
     ]
     missing = [f"{name} is wanted, but not saved" for name in now if name not in saved]
     surplus = [f"{name} is saved, but not wanted" for name in saved if name not in now]
-    return _first(different) + _first(missing) + _first(surplus)
+    return ["; ".join(_first(lines)) for lines in (different, missing, surplus) if lines]
 
 
 def _first(lines: list[str]) -> list[str]:
@@ -149,12 +189,12 @@ def _first(lines: list[str]) -> list[str]:
 
 
 def _config_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    defaults = config.to_dict(config.Config())
     for section in SECTIONS:
         old, new = saved.get(section), now.get(section)
         if isinstance(old, dict) and isinstance(new, dict):
-            for key in sorted(old | new):
-                if old.get(key) != new.get(key) and (section, key) != ("run", "dir"):
-                    yield f"{section}.{key} was {old.get(key)!r}, is {new.get(key)!r}"
+            lines = _changes(defaults[section] | old, defaults[section] | new, f"{section}.")
+            yield from (line for line in lines if not line.startswith("run.dir was"))
 
 
 def read_verified(

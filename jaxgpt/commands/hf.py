@@ -64,11 +64,12 @@ def export_text(summary: dict[str, Any]) -> str:
     s = summary
     kind = "moving average of the weights" if s["weights"] == "ema" else "last weights"
     size = sum(s["files"].values())
+    cast = "" if s["dtype"] == s["dtype_saved"] else f" after a cast from {s['dtype_saved']}"
     lines = [
         f"{s['directory']}: {s['family']}, step {s['step']}, {kind} in {s['dtype']}, "
         f"{s['parameters']:,} parameters in {s['tensors']:,} tensors, {size:,} bytes",
         f"  files: {', '.join(s['files'])}",
-        "  every tensor is, bit for bit, that of the checkpoint",
+        f"  every tensor is, bit for bit, that of the checkpoint{cast}",
     ]
     for key, what in (("twin_difference", "a tiny model like it"), ("difference", "the model")):
         if key in s:

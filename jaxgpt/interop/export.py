@@ -53,6 +53,11 @@ class Plan(NamedTuple):
     content: dict[str, Any]
     tok: Tokenizer | None
 
+    @property
+    def dtypes(self) -> str:
+        """Return the dtype of the tensors that are written, or the several of them."""
+        return str(self.dtype or self.stored.dtypes)
+
 
 def export_run(
     run: str | Path,
@@ -101,7 +106,8 @@ def export_run(
         "family": plan.family,
         "step": plan.stored.record.step,
         "weights": "ema" if plan.averaged else "last",
-        "dtype": plan.content["dtype"],
+        "dtype": plan.dtypes,
+        "dtype_saved": plan.stored.dtypes,
         "parameters": parameters.count(parameters.specs(plan.model)),
         "tensors": sum(len(entry.names) for entry in plan.entries),
         "files": sizes,
@@ -183,6 +189,11 @@ def _check(
     if check == "none":
         found["notes"] = ["UNVERIFIED: not loaded with transformers (--verify none)"]
         return found
+    if plan.tok is not None and tokenizers.loadable(directory):
+        say("comparing the tokenizer with that of transformers")
+        remarks = verify.compare_tokenizer(directory, plan.tok, carried)
+        found["tokenizer_agrees"] = not remarks
+        found["notes"] += remarks
     say("comparing a tiny model of this configuration with transformers")
     found["twin_difference"] = check_twin(plan)
     count = parameters.count(parameters.specs(plan.model))
@@ -197,11 +208,6 @@ def _check(
         tokens = verify.rows(plan.model, plan.tok)
         cfg, params = _unrolled(plan.model, _all_leaves(plan))
         found["difference"] = verify.compare_model(directory, cfg, params, tokens, "the model")
-    if plan.tok is not None and tokenizers.loadable(directory):
-        say("comparing the tokenizer with that of transformers")
-        remarks = verify.compare_tokenizer(directory, plan.tok, carried)
-        found["tokenizer_agrees"] = not remarks
-        found["notes"] += remarks
     return found
 
 

@@ -75,6 +75,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_window_layers": 0,
     },
 }  # fmt: skip
+# Other names of these fields that transformers takes as well.
+ALIASES: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},  # the name of version 5, and that of 4
+}  # fmt: skip
 # Fields that change nothing a trained model computes, or nothing at all.
 INERT = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",

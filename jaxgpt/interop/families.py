@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxgpt.config import Config, ModelConfig
 from jaxgpt.errors import ConfigError, DataError
-from jaxgpt.interop.facts import DEFAULTS, INERT, SAID_ELSEWHERE, type_name
+from jaxgpt.interop.facts import ALIASES, DEFAULTS, INERT, SAID_ELSEWHERE, type_name
 from jaxgpt.interop.facts import FAMILIES as FAMILIES
 from jaxgpt.interop.fields import Fields
 from jaxgpt.interop.reading import read_gpt2, read_rotary
@@ -38,7 +38,7 @@ def read_config(config: dict[str, Any], where: str) -> Source:
     that are wrong, or that change the model in a way jaxgpt cannot express.
     """
     family = _family(config, where)
-    f = Fields(config, DEFAULTS[family])
+    f = _fields(family, config)
     for key in ("quantization_config", "per_layer_config"):
         f.only(key)
     values = read_gpt2(f) if family == "gpt2" else read_rotary(family, f)
@@ -66,6 +66,17 @@ def _family(config: dict[str, Any], where: str) -> str:
         known = ", ".join(FAMILIES).replace("gemma3", "gemma3_text")
         raise DataError(f"{where}: model_type = {json.dumps(kind)[:80]}: must be one of {known}")
     return kind
+
+
+def _fields(family: str, config: dict[str, Any]) -> Fields:
+    """Return the fields of a family under their own names; two that disagree are a problem."""
+    aliases = {alias: key for alias, key in ALIASES.get(family, {}).items() if alias in config}
+    plain = {key: value for key, value in config.items() if key not in aliases}
+    f = Fields({key: config[alias] for alias, key in aliases.items()} | plain, DEFAULTS[family])
+    for alias, key in aliases.items():
+        if f.config[key] != config[alias]:
+            f.refuse(alias, config[alias], f"not what {key} says, another name of the same")
+    return f
 
 
 def _ignored(f: Fields) -> list[str]:

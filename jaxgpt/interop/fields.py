@@ -7,11 +7,12 @@ here knows what the fields mean.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 MAX_WHOLE = (1 << 31) - 1
+MAX_NUMBER = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Fields:
 
     def positive(self, key: str, value: Any) -> float:
         """Return `value` as a number above 0, or 1 if it is none, which is noted."""
-        if type(value) in (int, float) and 0 < value < math.inf:
+        if type(value) in (int, float) and 0 < value <= MAX_NUMBER:
             return float(value)
         self.refuse(key, value, "must be a number above 0")
         return 1.0

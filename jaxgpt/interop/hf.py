@@ -196,7 +196,7 @@ def _write_run(
     toml = config.to_toml(dataclasses.replace(cfg, origins=origins))
     write_atomic(unfinished / "config.toml", toml.encode())
     digest = tok.digest if tok else None
-    parts.save(
+    record = parts.save(
         unfinished / "ckpt",
         _shapes(checked, param_dtype),
         _parts(checked, param_dtype),
@@ -204,7 +204,19 @@ def _write_run(
         meta={"imported": {"family": checked.source.family, "from": str(directory)}},
         config=config.to_dict(cfg),
     )
+    if not record.finite:  # no verb would use them
+        raise DataError(f"{directory}: {_not_finite(checked, param_dtype)}: NaN or infinity")
     return digest
+
+
+def _not_finite(checked: Checked, param_dtype: str) -> str:
+    """Return the names of the first tensors that hold NaN or infinity as they are written."""
+    for part in _parts(checked, param_dtype):
+        for entry in checked.entries:
+            names = [f"params.{leaf}" for leaf in entry.leaves]
+            if any(name in part and not np.isfinite(part[name]).all() for name in names):
+                return _first(list(entry.names))
+    raise ValueError("all tensors are finite")
 
 
 def _dtype(checked: Checked, entry: Entry, param_dtype: str) -> np.dtype:
@@ -243,13 +255,14 @@ def _summary(
     source, found = checked.source, checked.weights.tensors
     read = [name for entry in checked.entries for name in entry.names]
     stored = Counter(str(FLOATS[found[checked.names[name]].dtype]) for name in read)
+    written = {str(_dtype(checked, entry, param_dtype)) for entry in checked.entries}
     cfg = source.model
     return {
         "run_dir": str(out),
         "family": source.family,
         "parameters": parameters.count(parameters.specs(cfg)),
         "dtypes_stored": dict(stored.most_common()),
-        "dtype_written": param_dtype if param_dtype != STORED else stored.most_common(1)[0][0],
+        "dtype_written": ", ".join(sorted(written)),
         "positions": cfg.positions,
         "rope_base": cfg.rope_base if cfg.positions == "rope" else None,
         "rope_local_base": cfg.rope_local_base,

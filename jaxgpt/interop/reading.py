@@ -99,12 +99,8 @@ def _read_experts(family: str, f: Fields) -> dict[str, Any]:
     else:
         f.only("decoder_sparse_step", 1)
         f.only("mlp_only_layers", [])
-        # transformers 4 writes the first name, 5 the second.
-        names = [key for key in ("num_experts", "num_local_experts") if key in f.config]
-        count = f.whole((names or ["num_experts"])[0])
-        if len(names) == 2 and f.config[names[0]] != f.config[names[1]]:
-            f.refuse("num_local_experts", f.config[names[1]], f"num_experts says {count}")
-        width, norm = f.whole("moe_intermediate_size"), f.flag("norm_topk_prob")
+        count, width = f.whole("num_experts"), f.whole("moe_intermediate_size")
+        norm = f.flag("norm_topk_prob")
     return dict(
         num_experts=count,
         experts_per_token=f.whole("num_experts_per_tok"),

@@ -17,7 +17,7 @@ from jaxgpt.checkpoint.verify import read_verified
 from jaxgpt.interop.tensors import Entry
 from jaxgpt.model import params
 
-GROUP_BYTES = 1 << 30  # read at once
+GROUP_BYTES = 1 << 26  # read at once; an export takes two to three times as much
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Stored:
 
     def dtype(self, name: str) -> str:
         return self.leaves[self.place(name)[0]].dtype
+
+    @property
+    def dtypes(self) -> str:
+        """Return the dtype of all leaves, or the several that there are, by name."""
+        return ", ".join(sorted({leaf.dtype for leaf in self.leaves.values()}))
 
     def groups(self, entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, ...]]:
         """Yield all entries in groups whose leaves take about GROUP_BYTES.

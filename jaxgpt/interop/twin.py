@@ -33,7 +33,8 @@ def shrink(cfg: ModelConfig) -> ModelConfig:
         cfg,
         num_layers=min(cfg.num_layers, max(2, every + 1)),
         global_every=every,
-        embed_dim=num_heads * HEAD if square else 40,
+        # transformers wants a multiple of the heads in either case.
+        embed_dim=num_heads * (HEAD if square else HEAD - 2),
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=HEAD,

@@ -32,10 +32,11 @@ LEAST_BLOCK = 8  # rows; decoding has few slots, and blocks of 128 would be padd
 def default_impl() -> Impl:
     """Return the fastest `impl` here.
 
-    2,048 tokens, D = 256, F = 512, E = 8, k = 2, forward and backward on 2 cores, float32 and
-    bfloat16: blocks 105 and 78 ms, dense 279 and 168, ragged 586 and 294, for without a kernel of
-    its own `ragged_dot` multiplies every token by every expert. TPU has such a kernel. For NVIDIA
-    XLA has one since 2026, which found no plan on some chips (openxla/xla#40189): blocks.
+    2,048 tokens, D = 256, F = 512, E = 8, k = 2, forward and backward on 2 busy cores, float32 and
+    bfloat16: blocks 220 and 224 ms, dense 1084 and 561, ragged 2296 and 904, for without a kernel
+    of its own `ragged_dot` multiplies every token by every expert. TPU has such a kernel. That for
+    NVIDIA (openxla/xla#40189) was reported to find no plan on Blackwell, and XLA's other lowering
+    to run at 2 % of the chip's speed (marin-community/marin#7012): blocks, not measured there.
     """
     return "ragged" if jax.default_backend() == "tpu" else "blocks"
 
@@ -137,8 +138,8 @@ def capacity(cfg: ModelConfig, tokens: int) -> int:
 def block_rows(slots: int, num_experts: int) -> int:
     """Return the rows of a block, a power of two: half of the fair load or less, within bounds.
 
-    On average half a block per expert is padding. 128 and 256 rows are equally fast on CPU, 32 a
-    third slower; a GPU needs 512 to be busy with one product.
+    On average half a block per expert is padding. On CPU 64 rows or more are equally fast in
+    float32; in bfloat16 128 or 256 take a third of the time of 32. 512 for a GPU is a guess.
     """
     most = 128 if jax.default_backend() == "cpu" else 512
     fair = max(slots // (2 * num_experts), 1)
