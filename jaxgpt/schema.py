@@ -223,7 +223,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser and its schedules. Steps count optimiser updates from 0."""
+    """The optimiser and its schedules. A step is one update."""
 
     name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = opt(
         "adamw", "optimiser; muon moves matrices, and AdamW the rest"
@@ -237,7 +237,7 @@ class OptimConfig:
     decay_steps: int = opt(0, "wsd: length of the final decay; 0: a fifth of the run", "steps")
     decay_shape: Literal["linear", "sqrt", "cosine"] = opt("linear", "wsd: shape of the decay")
     end_lr_ratio: float = opt(0.1, "final learning rate as a share of lr", "fraction")
-    weight_decay: float = opt(0.1, "decoupled weight decay (matrices only)")
+    weight_decay: float = opt(0.1, "decoupled weight decay (matrices and embeddings only)")
     beta1: float = opt(0.9, "decay of the first moment; muon, sgd: momentum; adafactor: unused")
     beta2: float = opt(0.95, "decay of the second moment")
     eps: float = opt(1e-8, "added to the root of the second moment")
@@ -272,7 +272,9 @@ class TrainConfig:
     batch_ramp: dict[str, int] = opt(
         {}, "smaller batches at first: until this many tokens = rows per update", "tokens = rows"
     )
-    param_dtype: Literal["float32", "bfloat16"] = opt("float32", "master weights and gradients")
+    param_dtype: Literal["float32", "bfloat16"] = opt(
+        "float32", "parameters and gradients of a micro-batch; bfloat16 keeps float32 masters, too"
+    )
     logits_dtype: Literal["compute", "float32"] = opt(
         "compute", "what the product with the head gives; softmax and sums are float32 either way"
     )
@@ -283,7 +285,9 @@ class TrainConfig:
     aux_loss_weights: tuple[float, ...] = opt(
         (0.3,), "weights of the losses of model.aux_layers: one for all, or one for each"
     )
-    balance_loss: float = opt(0.01, "weight of the load balancing loss of experts")
+    balance_loss: float = opt(
+        0.01, "weight of the load balancing loss of experts, also with router biases; 0: off"
+    )
     router_z_loss: float = opt(0.0, "weight of the squared log-partition penalty of routers")
     router_bias_rate: float = opt(1e-3, "how far an update moves each entry of a router bias")
     max_nonfinite: int = opt(20, "stop after this many non-finite steps in a row", "steps")

@@ -6,6 +6,7 @@ or anything compiles; checks that need the tokenizer or devices stand where thos
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -57,13 +58,18 @@ MOMENTS: dict[str, tuple[str, ...]] = {
     "adafactor": (),
 }  # fmt: skip
 BF16_RESOLUTION = 2**-8
+# Fields of the model that mean nothing without experts.
+EXPERT_FIELDS = (
+    "experts_per_token", "expert_dim", "shared_dim", "router", "router_norm", "router_bias",
+    "capacity_factor",
+)  # fmt: skip
 GROUP_KEYS = ("lr", "weight_decay")
 CHANGEABLE = ("data", "mixture", "tokenizer", "seed", "optim")
 
 
 def problems_of(cfg: Config) -> list[str]:
     """Return one line for each value or combination that cannot work."""
-    model = [*_model(cfg), *_experts(cfg)]
+    model = [*_model(cfg), *_experts(cfg), *_aux_losses(cfg)]
     return [*_ranges(cfg), *model, *_data(cfg), *_training(cfg), *_optim(cfg), *_rest(cfg)]
 
 
@@ -134,7 +140,7 @@ def _model(cfg: Config) -> Iterator[str]:
 
 def _experts(cfg: Config) -> Iterator[str]:
     m, t = cfg.model, cfg.train
-    if m.num_experts and m.experts_per_token > m.num_experts:
+    if 0 < m.num_experts < m.experts_per_token:
         yield (
             f"model.experts_per_token = {m.experts_per_token} is more than "
             f"model.num_experts = {m.num_experts}"
@@ -142,16 +148,26 @@ def _experts(cfg: Config) -> Iterator[str]:
     if m.num_experts and m.mlp_bias:
         yield "model.mlp_bias: experts have no biases; set it to false"
     if not m.num_experts:
-        for key in ("expert_dim", "shared_dim", "capacity_factor", "router_bias"):
-            if getattr(m, key):
-                yield f"model.{key} = {getattr(m, key)}: needs model.num_experts"
-    if m.aux_layers and len(t.aux_loss_weights) not in (1, len(m.aux_layers)):
+        for key in EXPERT_FIELDS:
+            if (value := getattr(m, key)) != getattr(type(m), key):
+                yield f"model.{key} = {json.dumps(value)}: needs model.num_experts"
+    trains = t.num_steps or t.num_tokens or cfg.data.max_epochs  # such a model may be imported
+    if trains and m.num_experts > 1 and m.experts_per_token == 1 and m.router_norm:
         yield (
-            f"train.aux_loss_weights = {list(t.aux_loss_weights)}: one for all, or one for each "
-            f"of the {len(m.aux_layers)} model.aux_layers"
+            "model.router_norm = true with model.experts_per_token = 1: a score divided by itself "
+            "is 1, so that the router would learn nothing of the text; set it to false"
         )
-    if any(weight < 0 for weight in t.aux_loss_weights):
-        yield f"train.aux_loss_weights = {list(t.aux_loss_weights)}: must be at least 0"
+
+
+def _aux_losses(cfg: Config) -> Iterator[str]:
+    layers, weights = cfg.model.aux_layers, cfg.train.aux_loss_weights
+    if layers and len(weights) not in (1, len(layers)):
+        yield (
+            f"train.aux_loss_weights = {list(weights)}: one for all, or one for each "
+            f"of the {len(layers)} model.aux_layers"
+        )
+    if any(weight < 0 for weight in weights):
+        yield f"train.aux_loss_weights = {list(weights)}: must be at least 0"
 
 
 def _data(cfg: Config) -> Iterator[str]:

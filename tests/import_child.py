@@ -1,11 +1,11 @@
-"""Import a Hugging Face folder and print by how many MiB that raised the peak of memory."""
+"""Import or export a model, a small one first; print by how many MiB the second raised the peak."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from jaxgpt.interop import hf
+from jaxgpt.interop import export, hf
 
 
 def peak() -> float:
@@ -16,10 +16,20 @@ def peak() -> float:
     raise OSError("/proc/self/status has no VmHWM")
 
 
-def main(small: str, large: str, out: str) -> None:
-    hf.import_run(small, f"{out}/small", say=lambda line: None)  # what libraries take at first
+def quiet(line: str) -> None:
+    pass
+
+
+def main(verb: str, small: str, large: str, out: str) -> None:
+    def run(source: str, name: str) -> None:
+        if verb == "import":
+            hf.import_run(source, f"{out}/{name}", say=quiet)
+        else:
+            export.export_run(source, f"{out}/{name}", check="none", say=quiet)
+
+    run(small, "small")  # what libraries take at first
     before = peak()
-    hf.import_run(large, f"{out}/large", say=lambda line: None)
+    run(large, "large")
     print(peak() - before)
 
 

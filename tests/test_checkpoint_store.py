@@ -673,8 +673,19 @@ def test_an_optimiser_with_another_state_is_refused_with_the_way_out(two_steps, 
     target = abstract(make_state(0))
     target = target.replace(opt_state=target.opt_state[1:])
     with pytest.raises(ConfigError) as refused:
-        run.start().restore_latest(target, allow=["optim"])
+        run.start(identity=IDENTITY | {"optim": "o2"}).restore_latest(target)
+    assert "allow_change" not in str(refused.value)  # no permission would help
     assert f"set run.init_from={run.root.parent} and another run.dir" in str(refused.value)
+
+
+def test_another_model_is_not_called_another_optimiser_though_its_moments_differ(two_steps, run):
+    shutil.copytree(two_steps, run.root)
+    with pytest.raises(ConfigError) as refused:
+        run.start(identity=IDENTITY | {"model": "m2"}).restore_latest(
+            abstract(make_state(0, vocab=72))
+        )
+    assert "another model needs another run.dir" in str(refused.value)
+    assert "init_from" not in str(refused.value)
 
 
 # One key differs, one is new since the checkpoint with its default, and one is not.

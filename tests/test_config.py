@@ -162,11 +162,39 @@ def test_a_missing_file_or_a_folder_is_refused(tmp_path):
         (["model.seq_len=1"], ["model.seq_len = 1", "at least 2"]),
         (["data.max_epochs=-1"], ["data.max_epochs = -1.0"]),
         (["checkpoint.allow_change=[\"everything\"]"], ["data, mixture, tokenizer, seed, optim"]),
+        (["model.num_experts=2", "model.experts_per_token=3"], ["= 3", "experts = 2"]),
+        (["model.num_experts=4", "model.mlp_bias=true"], ["model.mlp_bias"]),
+        (["model.aux_layers=[1, 2]", "train.aux_loss_weights=[1, 2, 3]"], ["of the 2"]),
     ],
 )  # fmt: skip
 def test_combinations_that_cannot_work_are_refused_with_the_numbers(overrides, words):
     problem = refused(*overrides)[0]
     assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize("field", [
+    "experts_per_token=1", "expert_dim=8", "shared_dim=8", 'router="sigmoid"', "router_norm=false",
+    "router_bias=true", "capacity_factor=1.5",
+])  # fmt: skip
+def test_fields_of_experts_are_refused_without_experts(field):
+    problem = f"model.{field.replace('=', ' = ')}: needs model.num_experts"
+    assert refused(f"model.{field}") == [problem]
+
+
+def test_a_negative_number_of_experts_is_refused_once():
+    assert refused("model.num_experts=-1") == ["model.num_experts = -1: must be at least 0"]
+
+
+def test_a_router_whose_only_score_is_divided_by_itself_is_not_trained():
+    one = ["model.num_experts=4", "model.experts_per_token=1"]
+    (problem,) = refused(*one, "train.num_steps=9")
+    assert "model.router_norm = true" in problem and "model.experts_per_token = 1" in problem
+    for others in (
+        ["model.router_norm=false", "train.num_steps=9"],
+        ["model.num_experts=1", "train.num_steps=9"],  # nothing to choose
+        [],  # nothing to train, as after an import
+    ):
+        config.load(None, one + others)
 
 
 def test_a_warm_up_as_long_as_the_run_is_a_plain_ramp_and_accepted():

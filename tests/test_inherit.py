@@ -26,8 +26,13 @@ SMALL = dataclasses.replace(LLAMA, seq_len=32)
 DIGEST = "a" * 64  # of a tokenizer
 
 
-def save(folder: Path, model: ModelConfig, *steps: int, **identity: str) -> Path:
-    """Save weights alone, those of each step 100 times its number larger; return the run folder."""
+def save(
+    folder: Path, model: ModelConfig, *steps: int, average: bool = False, **identity: str
+) -> Path:
+    """Save weights alone, those of each step 100 times its number larger; return the run folder.
+
+    With `average`, half of them are saved as their moving average.
+    """
     ckpt = Checkpointer(
         folder / "ckpt",
         keep=9,
@@ -39,7 +44,10 @@ def save(folder: Path, model: ModelConfig, *steps: int, **identity: str) -> Path
         weights = jax.tree.map(
             lambda leaf, n=step: jnp.asarray(leaf * 100**n), random_params(model)
         )
-        ckpt.save(step, {"params": weights}, position=0, meta={})
+        state = {"params": weights}
+        if average:
+            state["opt_state"] = {"ema": jax.tree.map(lambda leaf: leaf / 2, weights)}
+        ckpt.save(step, state, position=0, meta={})
     ckpt.close()
     return folder
 
@@ -150,6 +158,22 @@ def test_weights_lie_where_the_run_wants_them_and_all_else_is_new(source):
     placed = tree_shardings(make_mesh(MeshConfig(**sizes)), specs(SMALL))
     assert jax.tree.map(lambda leaf: leaf.sharding, state.params) == placed
     assert said == [f"starting from the weights of {source}/ckpt/1, step 1 (run.init_from)"]
+
+
+def test_the_last_weights_of_a_run_with_an_average_are_taken_and_called_so(tmp_path):
+    folder = save(tmp_path, SMALL, 0, average=True)
+    state, (line,) = start(heir(folder), {})
+    jax.tree.map(np.testing.assert_array_equal, state.params, random_params(SMALL))
+    assert line.startswith(f"starting from the last weights, not their average, of {folder}")
+
+
+def test_damaged_weights_are_refused_by_key(tmp_path):
+    folder = save(tmp_path, SMALL, 0)
+    for file in (folder / "ckpt/0").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[::-1])
+    with pytest.raises(NothingRestorable, match=rf"^run.init_from: {folder}"):
+        start(heir(folder), {})
 
 
 def test_another_layout_and_format_are_converted_and_a_rounding_is_said(source):

@@ -14,8 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from corpora import LINES
+from hf_folders import write_folder
 from safetensors.numpy import load_file, save_file
 from tiny import LLAMA, TINY, random_params
+from verbs import text_of
 
 from jaxgpt import cli, config
 from jaxgpt.checkpoint.store import Checkpointer, load_params
@@ -172,6 +174,29 @@ def test_bfloat16_rounds_to_the_nearest_even_and_the_configuration_says_so(tmp_p
         np.testing.assert_array_equal(rounded[name].view(np.uint16), nearest, name)
 
 
+def test_a_cast_is_said(tmp_path, llama_run, capsys):
+    for number, (dtype, said) in enumerate({
+        "stored": "that of the checkpoint\n",
+        "bfloat16": "that of the checkpoint after a cast from float32\n",
+    }.items()):  # fmt: skip
+        out = str(tmp_path / str(number))
+        assert "bit for bit, " + said in text_of(
+            capsys, "hf", "export", str(llama_run), out, "--verify", "none", "--dtype", dtype
+        )
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_dtype_keeps_the_name_that_it_had_in_the_file(tmp_path, name):
+    folder = write_folder(tmp_path / "hf", "llama")
+    content = json.loads((folder / "config.json").read_text())
+    del content["dtype"], content["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(content | {name: "float32"}))
+    hf.import_run(folder, tmp_path / "run", say=lambda line: None)
+    summary, _, out = exported(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
+    assert {key: out[key] for key in out if "dtype" in key} == {name: "bfloat16"}
+    assert (summary["dtype"], summary["dtype_saved"]) == ("bfloat16", "float32")
+
+
 def test_the_average_of_the_weights_goes_out_unless_the_last_are_asked_for(tmp_path, llama_run):
     best, average, _ = exported(llama_run, tmp_path / "best")
     last, weights, _ = exported(llama_run, tmp_path / "last", weights="last")
@@ -245,6 +270,12 @@ def test_a_run_without_a_tokenizer_says_so(tmp_path):
 
 
 # Refused, and nothing left behind.
+
+
+def test_a_tokenizer_of_more_ids_than_the_model_has_is_refused(tmp_path):
+    cfg = dataclasses.replace(LLAMA, vocab_size=311)
+    run = save(tmp_path / "run", cfg, random_params(cfg), tok=own_tokenizer())
+    refused(run, tmp_path, DataError, "has 312 ids, the model only 311", check="none")
 
 
 def test_a_folder_that_is_not_empty_is_refused(tmp_path, llama_run):
@@ -412,6 +443,19 @@ def test_the_twin_of_a_large_model_is_small():
     assert small.num_heads // small.kv_heads == 2 and small.attn_scale == big.attn_scale
     assert families.family_of(small) == families.family_of(big) == "gemma3"
     assert tensors.table("gemma3", small)
+
+
+@pytest.mark.parametrize("heads", [(14, 2), (5, 1), (9, 3), (32, 4)])
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_the_width_of_the_twin_is_that_of_its_heads_only_where_the_model_is_so(heads, head_dim):
+    # transformers refuses a width that is no multiple of the number of heads.
+    cfg = ModelConfig(
+        num_heads=heads[0], num_kv_heads=heads[1], embed_dim=16 * heads[0], head_dim=head_dim
+    )
+    small = twin.shrink(cfg)
+    assert small.embed_dim % small.num_heads == 0
+    assert (small.embed_dim == small.num_heads * small.head_dim) == (head_dim == 16)
+    assert small.num_heads // small.kv_heads == heads[0] // heads[1]
 
 
 # The command.

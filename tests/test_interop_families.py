@@ -214,6 +214,33 @@ def test_number_of_experts_is_read_under_both_names_and_a_contradiction_is_refus
     assert "num_local_experts = 64" in refused("qwen3_moe", num_local_experts=64)
 
 
+@pytest.mark.parametrize(
+    ("family", "alias", "field"),
+    [
+        ("gpt2", "num_attention_heads", "n_head"),
+        ("gpt2", "hidden_size", "n_embd"),
+        ("mixtral", "num_experts", "num_local_experts"),
+    ],
+)
+def test_names_that_transformers_takes_besides_are_read_and_a_contradiction_is_refused(
+    family, alias, field
+):
+    other = PUBLISHED[family][field] * 2
+    source = read_config({k: v for k, v in PUBLISHED[family].items() if k != field} |
+                         {alias: other}, "")  # fmt: skip
+    assert source == read_config(PUBLISHED[family] | {field: other}, "")
+    assert f"{alias} = {other}" in refused(family, **{alias: other})
+
+
+def test_a_length_before_scaling_outside_of_the_rope_fields_must_be_the_one_inside():
+    # transformers 5 takes the one outside, 4 the other: either would be another model for somebody.
+    field = "original_max_position_embeddings"
+    assert f"{field} = 4096: rope_scaling means 8192" in refused("llama", **{field: 4096})
+    same = read_config(PUBLISHED["llama"] | {field: 8192}, "")
+    assert same == read_config(PUBLISHED["llama"], "")
+    assert read("mistral", **{field: 4096}) == read("mistral")  # nothing is scaled
+
+
 def test_two_spellings_that_disagree_are_refused():
     new = {"rope_theta": 10_000.0, "rope_type": "default"}
     assert "rope_theta = 500000.0" in refused("llama", rope_parameters=new)
@@ -329,6 +356,8 @@ def test_layer_types_that_are_no_pattern_or_not_of_the_family_are_refused():
     ("family", "field", "value"),
     [
         ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("llama", "is_causal", False),
+        ("llama", "is_causal", None),
         ("gpt2", "add_cross_attention", True),
         ("gemma2", "use_bidirectional_attention", True),
         ("gemma3", "attn_logit_softcapping", 50.0),
@@ -408,7 +437,7 @@ def test_dropout_is_carried_where_there_is_one_kind_and_listed_where_not():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_value_in_any_field_is_read_or_refused_in_one_line(family):
-    junk = [None, True, -1, 0, 1, 3, 2**40, 1.5, 1e300, "", "x", [], [1], {}, {"a": 1}]
+    junk = [None, True, -1, 0, 1, 3, 2**40, 10**400, 1.5, 1e300, "", "x", [], [1], {}, {"a": 1}]
     rope = ("rope_scaling", "rope_parameters")
     for field in [*DEFAULTS[family], "layer_types", "dtype", "quantization_config"]:
         for value in junk + [{"rope_type": v} for v in junk if field in rope]:

@@ -21,7 +21,7 @@ from tiny import random_params
 from verbs import ask, refused, text_of
 
 from jaxgpt import cli, config
-from jaxgpt.checkpoint import commit, inherit, load
+from jaxgpt.checkpoint import commit, inherit, load, lock
 from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.checkpoint.record import Damaged
 from jaxgpt.data.store import open_store
@@ -206,9 +206,23 @@ def test_weights_are_written_in_the_dtype_asked_for(tmp_path, stored, asked, wri
 def test_tensors_of_different_dtypes_stay_what_they_are(tmp_path):
     weights = random_tensors("llama", BF16)
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float32)
-    importing(write_folder(tmp_path / "hf", "llama", weights), tmp_path / "run")
+    summary = importing(write_folder(tmp_path / "hf", "llama", weights), tmp_path / "run")
     _, params = load.load_params(tmp_path / "run")
     assert (params.embed.dtype, params.final_norm.dtype) == (BF16, np.float32)
+    assert summary["dtype_written"] == "bfloat16, float32"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [(np.nan, "stored"), (np.inf, "stored"), (3.4e38, "bfloat16")]
+)
+def test_weights_that_no_verb_would_use_are_refused_by_name(tmp_path, value, written):
+    # 3.4e38 is a float32; the largest bfloat16 is 3.39e38, so it is rounded to infinity.
+    weights = random_tensors("llama")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+    folder = write_folder(tmp_path / "hf", "llama", weights)
+    with pytest.raises(DataError, match="hf: model.layers.1.mlp.up_proj.weight: NaN or infinity"):
+        importing(folder, tmp_path / "run", written)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_the_files_it_came_from_are_kept_for_export(tmp_path):
@@ -240,7 +254,7 @@ def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path):
     folder = write_folder(tmp_path / "hf", "llama")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious").write_text("x")
-    with pytest.raises(ConfigError, match="run: is not empty"):
+    with pytest.raises(ConfigError, match="run: exists and is not empty"):
         importing(folder, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious"]
     (tmp_path / "run/precious").unlink()
@@ -280,7 +294,6 @@ def test_an_interrupted_import_leaves_nothing_and_can_be_repeated(tmp_path, monk
         elif point == "publish":
             patch.setattr(commit, "publish", fail)
         else:
-            patch.setattr(hf, "sync_directory", lambda *a: None)
             patch.setattr(Path, "rename", fail)
         with pytest.raises(KeyboardInterrupt):
             importing(folder, tmp_path / "run")
@@ -301,7 +314,7 @@ def test_what_a_killed_import_left_is_replaced(tmp_path):
 def test_two_imports_into_one_folder_at_a_time_are_refused(tmp_path):
     folder = write_folder(tmp_path / "hf", "llama")
     (tmp_path / "run.importing").mkdir()
-    with hf.lock.claim(tmp_path / "run.importing"), pytest.raises(ConfigError, match="in use by"):
+    with lock.claim(tmp_path / "run.importing"), pytest.raises(ConfigError, match="in use by"):
         importing(folder, tmp_path / "run")
 
 
@@ -326,20 +339,27 @@ def write_sparse(folder: Path, cfg) -> int:
     return end
 
 
-def test_an_import_takes_a_few_times_the_memory_of_a_layer_and_not_that_of_the_model(tmp_path):
-    sizes = dict(embed_dim=512, head_dim=128, mlp_dim=2048)  # 4 (3 x 512 x 2048 + ...) = 16 MiB
-    large = dataclasses.replace(ROTARY, num_layers=13, **sizes)
-    size = write_sparse(tmp_path / "large", large) / 2**20
-    write_sparse(tmp_path / "small", dataclasses.replace(large, num_layers=1))
+def rise(verb: str, small: Path, large: Path, out: Path) -> float:
+    """Return by how many MiB the large model raised the peak of a process that had the small."""
     child = Path(__file__).parent / "import_child.py"
-    words = [tmp_path / "small", tmp_path / "large", tmp_path / "out"]
     result = subprocess.run(
-        [sys.executable, child, *map(str, words)],
+        [sys.executable, child, verb, *map(str, (small, large, out))],
         env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert size > 190
-    assert float(result.stdout) < 100
+    return float(result.stdout)
+
+
+def test_imports_and_exports_take_memory_for_a_few_layers_and_not_for_the_model(tmp_path):
+    sizes = dict(embed_dim=512, head_dim=128, mlp_dim=2048)  # 4 (3 x 512 x 2048 + ...) = 16 MiB
+    large = dataclasses.replace(ROTARY, num_layers=25, **sizes)
+    size = write_sparse(tmp_path / "large", large) / 2**20
+    write_sparse(tmp_path / "small", dataclasses.replace(large, num_layers=1))
+    assert size > 370
+    assert rise("import", tmp_path / "small", tmp_path / "large", tmp_path / "runs") < 100
+    # An export holds groups of 64 MiB.
+    runs = tmp_path / "runs"
+    assert rise("export", runs / "small", runs / "large", tmp_path / "out") < 250
 
 
 # With the other verbs.

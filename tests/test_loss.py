@@ -14,7 +14,7 @@ import pytest
 
 from jaxgpt.config import MeshConfig
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.training.loss import chunk_tokens, next_token, next_token_sums, token_losses
+from jaxgpt.training.loss import chunk_tokens, next_token_sums, token_losses
 
 B, T, D, V = 4, 10, 8, 24
 # Everything that may be added to plain cross-entropy, and all of it together.
@@ -22,6 +22,12 @@ OPTIONS = [
     dict(zip(("z_loss", "softcap", "label_smoothing"), values, strict=True))
     for values in itertools.product((0.0, 0.1), (0.0, 3.0), (0.0, 0.2))
 ]
+
+
+def next_token(*arrays, **options) -> tuple[jax.Array, jax.Array]:
+    """Return what is minimised and its weight."""
+    sums = next_token_sums(*arrays, **options)
+    return sums.total, sums.weight
 
 
 def example(seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -197,9 +203,9 @@ def test_rows_that_do_not_divide_over_the_mesh_are_still_right():
 
 
 @functools.cache
-def compiled_where_logits_dominate(chunk: int) -> jax.stages.Compiled:
-    """Compile loss and gradients, with everything switched on, of 4096 tokens and 8192 ids."""
-    shapes = [(4, 1024, 32), (8192, 32), (4, 1024), (4, 1024)]
+def compiled_where_logits_dominate(chunk: int | None, ids: int = 8192) -> jax.stages.Compiled:
+    """Compile loss and gradients, with everything switched on, of 4096 tokens."""
+    shapes = [(4, 1024, 32), (ids, 32), (4, 1024), (4, 1024)]
     dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32]
     arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
     loss = jax.value_and_grad(lambda *a: next_token(*a, chunk=chunk, **OPTIONS[-1])[0], (0, 1))
@@ -212,6 +218,14 @@ def test_memory_is_an_eighth_of_that_of_all_logits_at_once():
         for chunk in (0, 256)
     )
     assert whole >= 4 * 4096 * 8192  # float32 logits: 134 MB
+    assert chunked <= whole / 8
+
+
+def test_by_default_it_is_less_for_the_vocabulary_of_gpt2():
+    whole, chunked = (
+        compiled_where_logits_dominate(chunk, 50_257).memory_analysis().temp_size_in_bytes
+        for chunk in (0, None)
+    )
     assert chunked <= whole / 8
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from tiny import TINY, random_params
 
@@ -74,3 +75,13 @@ def test_a_full_disk_leaves_no_step_and_says_so(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="ckpt/0: not saved: .*ENOSPC"):
         save(tmp_path, in_parts().values())
     assert commit.list_steps(tmp_path / "ckpt") == []
+
+
+def test_a_disk_that_is_full_while_arrays_are_written_is_one_line(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):  # as TensorStore does
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing\nmore [os_error_code='28']")
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", fail)
+    with pytest.raises(StorageError, match="ckpt/0: not saved: No space left on device") as error:
+        save(tmp_path, in_parts().values())
+    assert "\n" not in str(error.value)

@@ -29,13 +29,18 @@ def open_writer(timeout: float) -> ocp.AsyncCheckpointer:
 
     Uncompressed: zstd takes less than a tenth off weights and competes with the step for cores.
     """
-    logging.getLogger("absl").addFilter(_not_orbax)  # it prints tracebacks of errors that we report
+    quiet_orbax()
     return ocp.AsyncCheckpointer(
         ocp.PyTreeCheckpointHandler(use_compression=False),
         async_options=ocp.AsyncOptions(
             timeout_secs=max(1, int(timeout)), create_directories_asynchronously=False
         ),
     )
+
+
+def quiet_orbax() -> None:
+    """Keep off the terminal the tracebacks that it prints of errors that we report."""
+    logging.getLogger("absl").addFilter(_not_orbax)
 
 
 def _not_orbax(message: logging.LogRecord) -> bool:

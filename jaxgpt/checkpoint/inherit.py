@@ -91,14 +91,18 @@ def start_state(
     """
     if source is None:
         return states.create(cfg, optimizer, mesh)
-    _, loaded, record = load.load_step(
-        source.directory, shardings=lambda of: tree_shardings(mesh, parameters.specs(of.model))
-    )
+    try:
+        _, loaded, record = load.load_step(
+            source.directory, shardings=lambda of: tree_shardings(mesh, parameters.specs(of.model))
+        )
+    except NothingRestorable as error:
+        raise NothingRestorable(f"run.init_from: {error}") from None
     dtype = jnp.dtype(cfg.train.param_dtype)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(loaded)}
     rounded = [str(d) for d in dtypes if jnp.promote_types(d, dtype) != dtype]
+    which = "last weights, not their average," if load.averaged(record) else "weights"
     say(
-        f"starting from the weights of {source.directory}, step {record.step} (run.init_from)"
+        f"starting from the {which} of {source.directory}, step {record.step} (run.init_from)"
         + (f", rounded from {', '.join(sorted(rounded))} to {dtype}" if rounded else "")
     )
 

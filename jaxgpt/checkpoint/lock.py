@@ -16,11 +16,11 @@ from jaxgpt.errors import ConfigError
 NAME = "lock"
 
 
-def claim(root: Path) -> IO[str]:
+def claim(root: Path, advice: str = "stop it or use another run.dir") -> IO[str]:
     """Lock `root` for the caller and return the open file; closing it, or dying, gives it back.
 
-    Raises ConfigError naming host, process and start of another holder. On a file system without
-    locks nothing is locked.
+    Raises ConfigError naming host, process and start of another holder, and `advice`. On a file
+    system without locks nothing is locked.
     """
     file = (root / NAME).open("a+")
     try:
@@ -31,9 +31,7 @@ def claim(root: Path) -> IO[str]:
         file.seek(0)
         holder = file.read(1024).strip() or "which just started"
         file.close()
-        raise ConfigError(
-            f"checkpoint folder {root}: in use by a job {holder}; stop it or use another run.dir"
-        ) from None
+        raise ConfigError(f"{root}: in use by a job {holder}; {advice}") from None
     file.truncate(0)
     started = time.strftime("%Y-%m-%d %H:%M:%S %z")
     entry = {"host": socket.gethostname(), "pid": os.getpid(), "since": started}

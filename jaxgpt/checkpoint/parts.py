@@ -16,9 +16,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxgpt.checkpoint import commit, describe, fingerprint
-from jaxgpt.checkpoint.arrays import PARTS, part_of
+from jaxgpt.checkpoint.arrays import PARTS, part_of, quiet_orbax
 from jaxgpt.checkpoint.record import Record
-from jaxgpt.checkpoint.verify import storage_errors
+from jaxgpt.checkpoint.verify import storage_errors, storage_reason
+from jaxgpt.errors import StorageError
 from jaxgpt.model.params import Params
 
 
@@ -60,6 +61,7 @@ def save(
 
 
 def _writer() -> ocp.Checkpointer:
+    quiet_orbax()
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
@@ -76,5 +78,8 @@ def _write_part(
             raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {expected[name]}")
     values = jax.device_put(part)
     started = fingerprint.dispatch(values)
-    writer.save(directory / PARTS / folder, args=ocp.args.PyTreeSave(values))
+    try:
+        writer.save(directory / PARTS / folder, args=ocp.args.PyTreeSave(values))
+    except Exception as error:  # Orbax reports failing storage in many types
+        raise StorageError(f"{directory}: not saved: {storage_reason(error)}") from error
     return fingerprint.collect(started)

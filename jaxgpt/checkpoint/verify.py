@@ -118,18 +118,19 @@ def _check_belongs(
         for name in sorted(saved | now)
         if (words := _difference(name, saved.get(name), now.get(name)))
     }
+    of_leaves = _leaf_differences(record, leaves)
+    other_state = "model" not in different and any("opt_state." in line for line in of_leaves)
     problems = [
-        f"{directory}: {name} differs: {words}; {_remedy(name, wanted.allow)}"
+        f"{directory}: {name} differs: {words}"
+        + ("" if other_state else f"; {_remedy(name, wanted.allow)}")
         for name, words in different.items()
         if name not in wanted.allow
     ]
-    of_leaves = _leaf_differences(record, leaves)
     problems += [f"{directory}: {line}" for line in of_leaves]
-    if any("opt_state." in line for line in of_leaves):
+    if other_state:
         problems.append(
-            f"{directory}: the state of the optimiser has another form, which no permission "
-            "changes; to start from the weights alone set "
-            f"run.init_from={directory.parent.parent} and another run.dir"
+            f"{directory}: the state of the optimiser has another form; to start from the weights "
+            f"alone set run.init_from={directory.parent.parent} and another run.dir"
         )
     if problems:
         keys = _first(list(_config_differences(record.config, wanted.config)))

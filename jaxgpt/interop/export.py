@@ -7,8 +7,6 @@ with them again after it was written; memory holds a group of leaves, never the 
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,9 +20,9 @@ from jaxgpt import config
 from jaxgpt.checkpoint import load
 from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.config import ModelConfig
-from jaxgpt.durable import storage_errors, sync_directory, write_atomic
-from jaxgpt.errors import ConfigError, NumericsError
-from jaxgpt.interop import families, hf, tensors, tokenizers, twin, verify
+from jaxgpt.durable import storage_errors, write_atomic
+from jaxgpt.errors import ConfigError, DataError, NumericsError
+from jaxgpt.interop import families, hf, new_folder, tensors, tokenizers, twin, verify
 from jaxgpt.interop.stored import Stored, host_device, open_stored
 from jaxgpt.interop.tensors import Entry
 from jaxgpt.interop.tokenizer_folder import dump
@@ -81,26 +79,15 @@ def export_run(
     NumericsError for what does not agree; StorageError.
     """
     out = Path(out).absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists and is not empty; export into a new folder")
+    new_folder.check_free(out)
     if check != "none":
         verify.require()
     plan = make_plan(run, step, dtype, weights)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.exporting")
-    with storage_errors(unfinished):
-        unfinished.mkdir(parents=True)
-    try:
+    with new_folder.appearing(out, "export") as unfinished:
         files = write(plan, unfinished, shard_bytes)
         summary = _check(plan, unfinished, files.carried, check, say)
-        with storage_errors(out):
-            sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
-            if out.exists():
-                out.rmdir()
-            unfinished.rename(out)
-            sync_directory(out.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with storage_errors(out):
+        sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     return {
         "directory": str(out),
         "family": plan.family,
@@ -133,6 +120,11 @@ def make_plan(run: str | Path, step: int | None, dtype: str, weights: str) -> Pl
     tok = None
     if "tokenizer" in record.identity or (run_dir / load.TOKENIZER).is_file():
         tok = tokenizer.load(load.find_tokenizer(directory))
+        if tok.vocab_size > model.vocab_size:
+            raise DataError(
+                f"{tok.path}: the tokenizer has {tok.vocab_size} ids, the model only "
+                f"{model.vocab_size}; these do not belong together"
+            )
         ids = {"bos": tok.start_id, "eos": tokenizers.end_ids(tok), "pad": tok.pad_id}
         for name, number in ids.items():
             if content.get(f"{name}_token_id") is None:

@@ -89,6 +89,7 @@ INERT = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "_commit_hash",
     "_sliding_window_pattern", "partial_rotary_factor", "pretraining_tp", "gradient_checkpointing",
+    "original_max_position_embeddings", "is_causal",  # looked at where they count
     "cache_implementation", "n_ctx", "task_specific_params", "output_router_logits",
     "router_aux_loss_coef", "router_jitter_noise", "reorder_and_upcast_attn", "is_decoder",
     "is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict", "num_labels",

@@ -41,6 +41,8 @@ def read_config(config: dict[str, Any], where: str) -> Source:
     f = _fields(family, config)
     for key in ("quantization_config", "per_layer_config"):
         f.only(key)
+    if not config.get("is_causal", True):
+        f.refuse("is_causal", config["is_causal"], "no model of jaxgpt looks ahead")
     values = read_gpt2(f) if family == "gpt2" else read_rotary(family, f)
     if not f.problems:
         model = canonical(ModelConfig(**values))

@@ -6,9 +6,7 @@ that memory holds a few times the largest layer, never the model.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +17,12 @@ import ml_dtypes
 import numpy as np
 
 from jaxgpt import config
-from jaxgpt.checkpoint import arrays, lock, parts
+from jaxgpt.checkpoint import arrays, parts
 from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.config import Config, ModelConfig, RunConfig
-from jaxgpt.durable import storage_errors, sync_directory, write_atomic
-from jaxgpt.errors import ConfigError, DataError
-from jaxgpt.interop import families, tensors, tokenizers, weights
+from jaxgpt.durable import write_atomic
+from jaxgpt.errors import DataError
+from jaxgpt.interop import families, new_folder, tensors, tokenizers, weights
 from jaxgpt.interop.families import Source
 from jaxgpt.interop.tensors import HEAD, Entry
 from jaxgpt.interop.weights import FLOATS, Weights
@@ -155,23 +153,10 @@ def import_run(
     of it is on disk. Raises ConfigError if something is at `out`; DataError; StorageError.
     """
     directory, out = Path(directory), Path(out).absolute()
-    unfinished = out.with_name(out.name + ".importing")
-    with storage_errors(out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"{out}: is not empty; import into a new folder")
-        checked = check(directory)
-        unfinished.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(lock.claim(unfinished))
-        try:
-            tokenizer_digest = _write_run(directory, unfinished, out, checked, param_dtype, say)
-            with storage_errors(out):
-                (unfinished / lock.NAME).unlink()
-                unfinished.rename(out)
-                sync_directory(out.parent)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+    new_folder.check_free(out)
+    checked = check(directory)
+    with new_folder.appearing(out, "import") as unfinished:
+        tokenizer_digest = _write_run(directory, unfinished, out, checked, param_dtype, say)
     return _summary(checked, out, param_dtype, tokenizer_digest)
 
 
@@ -184,10 +169,6 @@ def _write_run(
     say: Callable[[str], None],
 ) -> str | None:
     """Write the run in `unfinished`; return the digest of its tokenizer, if there is one."""
-    with storage_errors(unfinished):
-        for old in unfinished.iterdir():  # of an import that was cut off
-            if old.name != lock.NAME:
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
     tok = tokenizers.carry_in(directory, unfinished)
     if tok is None:
         say(f"{directory}: holds no tokenizer; put one into {out} as tokenizer.model")

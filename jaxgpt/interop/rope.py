@@ -93,6 +93,10 @@ def _scaling(
     length = positive(LENGTH, seq_len)
     if length != int(length):
         f.refuse(f"{name}.{LENGTH}", length, "must be a whole number of tokens")
+    if (top := f.config.get(LENGTH)) is not None and top != length:
+        f.refuse(
+            LENGTH, top, f"{name} means {length:g}; transformers 4 and 5 differ on which counts"
+        )
     values = {"rope_scaling": kind, "rope_original_len": int(length)}
     if kind == "llama3":
         low, high = positive("low_freq_factor"), positive("high_freq_factor")

@@ -49,14 +49,6 @@ class _Options(NamedTuple):
     mesh: Mesh | None
 
 
-def next_token(
-    hidden: Array, head: Array, targets: Array, weights: Array, **options: Any
-) -> tuple[Array, Array]:
-    """Return (loss sum, weight), float32 scalars: `total` and `weight` of `next_token_sums`."""
-    sums = next_token_sums(hidden, head, targets, weights, **options)
-    return sums.total, sums.weight
-
-
 def next_token_sums(
     hidden: Array,
     head: Array,

@@ -96,8 +96,8 @@ def gradients(
 
     Neither is divided by the weight. Gradients are float32, except with A = 1, where they have
     the parameters' dtype. Sums: `total` (what is differentiated), `loss_sum`, `weight`, and
-    `z_loss_sum`, `label_smoothing_sum`, `aux_loss_sum` where configured. `chunk` is passed to the
-    loss.
+    `z_loss_sum`, `label_smoothing_sum`, `aux_loss_sum` and those of `routing.losses` where
+    configured. `chunk` is passed to the loss.
     """
     A, B, _ = batch.tokens.shape
     seed = jax.random.fold_in(jax.random.key(cfg.run.seed), step)

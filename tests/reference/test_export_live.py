@@ -96,6 +96,26 @@ def test_a_model_too_big_for_the_memory_is_verified_by_a_tiny_one_and_that_is_sa
     assert any("no memory for" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_of_a_width_that_the_fast_products_of_transformers_refuse_are_compared(
+    tmp_path, family
+):
+    changes = dict(num_experts=3, expert_dim=14, vocab_size=320)  # 14 float32 are 56 bytes
+    if family == "qwen3_moe":
+        changes |= dict(qk_norm=True, router_norm=False)
+    cfg = dataclasses.replace(LLAMA, **changes)
+    run = save(tmp_path / "run", cfg, random_params(cfg), tok=own_tokenizer())
+    found = export.export_run(run, tmp_path / "out", say=quietly)
+    assert (found["family"], found["verified"]) == (family, "full")
+
+
+def test_a_model_that_transformers_refuses_is_one_line(tmp_path):
+    cfg = dataclasses.replace(LLAMA, embed_dim=30, num_heads=4, head_dim=8)
+    run = save(tmp_path / "run", cfg, random_params(cfg))
+    match = "the model: transformers cannot load it: .*not a multiple"
+    refused(run, tmp_path, DataError, match)
+
+
 # Tokenizers.
 
 
@@ -141,6 +161,19 @@ def test_what_transformers_reads_otherwise_in_files_that_came_in_is_noted(tmp_pa
     notes = verify.compare_tokenizer(tmp_path, tok, carried=True)
     assert any("the text ' a' becomes other ids" in note for note in notes)
     with pytest.raises(DataError, match="the text ' a' becomes other ids"):
+        verify.compare_tokenizer(tmp_path, tok)
+
+
+def test_files_that_came_in_and_transformers_cannot_load_are_noted(tmp_path):
+    byte_level(tmp_path / "tokenizer.json")
+    described(tmp_path, config={"model_type": "gpt2", "vocab_size": 512, "eos_token_id": 0})
+    tok = tokenizers.carry_in(tmp_path, tmp_path / "run")
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    spec["model"]["type"] = "of a later version"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (note,) = verify.compare_tokenizer(tmp_path, tok, carried=True)
+    assert "cannot load the tokenizer" in note and "as they came in" in note
+    with pytest.raises(DataError, match="cannot load the tokenizer"):
         verify.compare_tokenizer(tmp_path, tok)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxgpt.training.loss import next_token
+from jaxgpt.training.loss import next_token_sums
 
 B, T, D, V = 3, 10, 8, 24
 IGNORED = -100
@@ -22,11 +22,11 @@ def test_loss_and_gradients_equal_those_of_pytorch_with_label_smoothing(smoothin
     targets[0, :4], targets[2] = IGNORED, IGNORED
 
     def loss(hidden, head):
-        total, weight = next_token(
+        sums = next_token_sums(
             hidden, head, targets, np.float32(targets != IGNORED),
             label_smoothing=smoothing, chunk=chunk,
         )  # fmt: skip
-        return total / weight
+        return sums.total / sums.weight
 
     value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, head)
     leaves = [torch.tensor(array, requires_grad=True) for array in (hidden, head)]
