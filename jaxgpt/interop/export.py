@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from jaxgpt import config
@@ -34,8 +33,6 @@ from jaxgpt.model.params import Params
 from jaxgpt.run_folder import KEPT
 from jaxgpt.tokenization import tokenizer
 from jaxgpt.tokenization.tokenizer import Tokenizer
-
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 class Plan(NamedTuple):
@@ -115,7 +112,7 @@ def make_plan(run: str | Path, step: int | None, dtype: str, weights: str) -> Pl
     base = _carried(run_dir)
     kept = families.read_config(base, str(run_dir / KEPT)).family if base else None
     family = kept or families.family_of(model)
-    kind = DTYPES.get(dtype)
+    kind = hf.DTYPES.get(dtype)
     content = families.write_config(family, model, str(kind or stored.dtype("embed")), base)
     tok = None
     if "tokenizer" in record.identity or (run_dir / load.TOKENIZER).is_file():

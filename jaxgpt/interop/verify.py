@@ -194,7 +194,10 @@ def _instead(directory: Path, theirs: Any) -> str:
     general = ("TokenizersBackend", str(asked).removesuffix("Fast"))
     if asked is None or type(theirs).__name__.removesuffix("Fast") in general:
         return ""
-    return f" (which it takes for this model type, though {path.name} says {asked})"
+    return (
+        f" (which it takes for this model type, though {path.name} says {asked}; --verify none "
+        "exports it all the same)"
+    )
 
 
 def _quiet() -> None:
