@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxgpt"
-BASE = {"errors", "durable", "config", "schema", "toml_values", "validation", "ramp"}
+BASE = {"errors", "durable", "config", "schema", "strict_json", "toml_values", "validation", "ramp"}
 DATA = BASE | {"tokenization", "data"}
 # What each room or module may import from jaxgpt, besides itself.
 MAY_IMPORT = {
@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "ramp": {"schema"},  # types only
     "validation": {"config", "ramp"},  # of config only types
     "schema": set(),
+    "strict_json": set(),
     "config": {"errors", "schema", "toml_values", "validation"},
     "runtime": BASE,
     "tokenization": BASE,

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxgpt import config
 from jaxgpt.checkpoint import commit
 from jaxgpt.checkpoint.fingerprint import named_leaves
-from jaxgpt.checkpoint.record import Damaged, Record
+from jaxgpt.checkpoint.record import Damaged, Leaf, Record
 from jaxgpt.checkpoint.verify import print_line, read_record, read_verified
 from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError, DataError, NothingRestorable
@@ -177,37 +177,48 @@ def _locate(path: Path) -> tuple[Path, int | None]:
     )
 
 
+def choose(directory: Path, record: Record, weights: Weights) -> Literal["last", "ema"]:
+    """Return which weights of a step are meant; ConfigError for an average that it lacks."""
+    if weights == "ema" and not averaged(record):
+        raise ConfigError(
+            f"{directory}: holds no moving average of the weights (optim.ema_decay); take the last"
+        )
+    return "ema" if weights != "last" and averaged(record) else "last"
+
+
+def saved_leaves(
+    directory: Path, record: Record, weights: Literal["last", "ema"], shapes: Params
+) -> dict[str, Leaf]:
+    """Return the leaves that a step holds of these weights, by path in `shapes`.
+
+    `shapes` is a tree of anything with a shape. Raises Damaged where the record holds others.
+    """
+    prefix, leaves = PREFIX[weights], {}
+    saved = {leaf.path: leaf for leaf in record.leaves}
+    for name, shape in named_leaves(shapes).items():
+        leaf = saved.get(prefix + name)
+        if leaf is None or leaf.shape != shape.shape or leaf.dtype not in DTYPES:
+            found = f"{leaf.dtype}{list(leaf.shape)}" if leaf else "nothing"
+            raise Damaged(
+                f"{directory}: {prefix}{name} is {found}, by the configuration {list(shape.shape)}"
+            )
+        leaves[name] = leaf
+    return leaves
+
+
 def _load(
     directory: Path,
     record: Record,
     weights: Weights,
     shardings: Callable[[Config], Params] | None,
 ) -> tuple[Config, Params]:
-    if weights == "ema" and not averaged(record):
-        raise ConfigError(
-            f"{directory}: holds no moving average of the weights (optim.ema_decay); take the last"
-        )
-    if weights == "best":
-        weights = "ema" if averaged(record) else "last"
-    prefix = PREFIX[weights]
+    chosen = choose(directory, record, weights)
     cfg = config.from_dict(record.config)
     shapes = params.abstract(params.specs(cfg.model))
     placements = named_leaves(shardings(cfg)) if shardings else {}
-    saved = {
-        leaf.path.removeprefix(prefix): leaf
-        for leaf in record.leaves
-        if leaf.path.startswith(prefix)
+    wanted = {
+        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements.get(name))
+        for name, leaf in saved_leaves(directory, record, chosen, shapes).items()
     }
-    wanted = {}
-    for name, shape in named_leaves(shapes).items():
-        leaf = saved.get(name)
-        if leaf is None or leaf.shape != shape.shape or leaf.dtype not in DTYPES:
-            found = f"{leaf.dtype}{list(leaf.shape)}" if leaf else "nothing"
-            raise Damaged(
-                f"{directory}: {prefix}{name} is {found}, by the configuration {list(shape.shape)}"
-            )
-        wanted[leaf.path] = jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=placements.get(name)
-        )
     values = read_verified(directory, record, wanted)
     return cfg, jax.tree.unflatten(jax.tree.structure(shapes), values.values())

@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from jaxgpt import strict_json
 from jaxgpt.errors import ConfigError, NothingRestorable
 
 FORMAT = 1
@@ -83,7 +84,7 @@ def decode(raw: bytes, where: str) -> Record:
     """Return the record in `raw`; raises Damaged, or ConfigError for a format newer than ours."""
     try:
         _require(len(raw) <= MAX_BYTES, f"larger than {MAX_BYTES} bytes")
-        body = json.loads(raw, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        body = strict_json.loads(raw)
         _require(type(body) is dict, "not an object")
         checksum = body.pop("checksum", None)
         _require(checksum == _checksum(body), "its checksum does not match")
@@ -104,16 +105,6 @@ def decode(raw: bytes, where: str) -> Record:
 def _checksum(body: dict[str, Any]) -> str:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    _require(len(table) == len(pairs), "a key appears twice")
-    return table
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -20,7 +20,7 @@ from jaxgpt.checkpoint import load
 from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.config import ModelConfig
 from jaxgpt.durable import storage_errors, write_atomic
-from jaxgpt.errors import ConfigError, DataError, NumericsError
+from jaxgpt.errors import DataError, NumericsError
 from jaxgpt.interop import families, hf, new_folder, tensors, tokenizers, twin, verify
 from jaxgpt.interop.stored import Stored, host_device, open_stored
 from jaxgpt.interop.tensors import Entry
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
     run_dir: Path
     stored: Stored
-    averaged: bool
+    weights: Literal["last", "ema"]
     model: ModelConfig
     family: str
     entries: tuple[Entry, ...]
@@ -89,7 +89,7 @@ def export_run(
         "directory": str(out),
         "family": plan.family,
         "step": plan.stored.record.step,
-        "weights": "ema" if plan.averaged else "last",
+        "weights": plan.weights,
         "dtype": plan.dtypes,
         "dtype_saved": plan.stored.dtypes,
         "parameters": parameters.count(parameters.specs(plan.model)),
@@ -104,10 +104,8 @@ def make_plan(run: str | Path, step: int | None, dtype: str, weights: str) -> Pl
     """Return what an export will write; errors as for `export_run`."""
     run_dir = load.run_folder(run)
     directory, record = load.find_step(run if step is None else run_dir / "ckpt" / str(step))
-    if weights == "ema" and not load.averaged(record):
-        raise ConfigError(f"{directory}: holds no moving average of the weights; take the last")
-    averaged = weights != "last" and load.averaged(record)
-    stored = open_stored(directory, record, "ema" if averaged else "last")
+    chosen = load.choose(directory, record, weights)
+    stored = open_stored(directory, record, chosen)
     model = config.from_dict(record.config).model
     base = _carried(run_dir)
     kept = families.read_config(base, str(run_dir / KEPT)).family if base else None
@@ -127,7 +125,7 @@ def make_plan(run: str | Path, step: int | None, dtype: str, weights: str) -> Pl
             if content.get(f"{name}_token_id") is None:
                 content[f"{name}_token_id"] = number
     entries = tensors.table(family, model)
-    return Plan(run_dir, stored, averaged, model, family, entries, kind, content, tok)
+    return Plan(run_dir, stored, chosen, model, family, entries, kind, content, tok)
 
 
 def _carried(run_dir: Path) -> dict[str, Any] | None:

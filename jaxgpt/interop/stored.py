@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
 
 from jaxgpt import config
 from jaxgpt.checkpoint import load
-from jaxgpt.checkpoint.fingerprint import named_leaves
-from jaxgpt.checkpoint.record import Damaged, Leaf, Record
+from jaxgpt.checkpoint.record import Leaf, Record
 from jaxgpt.checkpoint.verify import read_verified
 from jaxgpt.interop.tensors import Entry
 from jaxgpt.model import params
@@ -88,21 +88,13 @@ class Stored:
         }
 
 
-def open_stored(directory: Path, record: Record, weights: str) -> Stored:
-    """Return the leaves of "last" weights or of their average, "ema", in one step.
+def open_stored(directory: Path, record: Record, weights: Literal["last", "ema"]) -> Stored:
+    """Return the leaves of the last weights in one step, or of their moving average.
 
     Raises Damaged when the record does not hold the parameters that its configuration names.
     """
-    prefix = load.PREFIX[weights]
-    saved = {leaf.path: leaf for leaf in record.leaves}
-    leaves = {}
-    for name, shape in named_leaves(params.specs(config.from_dict(record.config).model)).items():
-        leaf = saved.get(prefix + name)
-        if leaf is None or leaf.shape != shape.shape or leaf.dtype not in load.DTYPES:
-            found = f"{leaf.dtype}{list(leaf.shape)}" if leaf else "nothing"
-            raise Damaged(f"{directory}: {prefix}{name} is {found}, must be {list(shape.shape)}")
-        leaves[name] = leaf
-    return Stored(directory, record, leaves)
+    specs = params.specs(config.from_dict(record.config).model)
+    return Stored(directory, record, load.saved_leaves(directory, record, weights, specs))
 
 
 def host_device() -> jax.Device:

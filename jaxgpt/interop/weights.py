@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jaxgpt import strict_json
 from jaxgpt.durable import storage_errors, sync_directory
 from jaxgpt.errors import DataError, one_line
 
@@ -85,24 +86,12 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     """Return the JSON object in `raw`; a key that comes twice, NaN and the like are refused."""
     try:
-        value = json.loads(raw, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = strict_json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not proper JSON: {one_line(error)}") from None
     if type(value) is not dict:
         raise DataError(f"{path}: holds a {type(value).__name__}, not a JSON object")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)[:80]!r} appears twice")
-    return table
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def open_weights(directory: str | Path) -> Weights:
