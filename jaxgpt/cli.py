@@ -18,8 +18,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jaxgpt import __version__, config, runtime
+from jaxgpt import __version__, config
 from jaxgpt.errors import ConfigError, Interrupted, JaxgptError, StorageError
+from jaxgpt.runtime import leaving
+from jaxgpt.runtime.environment import prepare_environment
+from jaxgpt.runtime.leaving import error_line, hard_exit
 from jaxgpt.toml_values import type_name
 from jaxgpt.validation import MAX_SEED
 
@@ -121,6 +124,9 @@ def build_parser() -> Parser:
     sub.add_argument(
         "--show-config", action="store_true", help="print every value and its origin, and stop"
     )
+    sub.add_argument("--dry-run", action="store_true",
+                     help="start the hosts, print them and the mesh, and stop")  # fmt: skip
+    add_host_options(sub)
 
     sub = verb(verbs, "eval", "loss, perplexity and bits per byte of a checkpoint")
     sub.add_argument("run", help="run folder, or one step folder in its ckpt/")
@@ -149,6 +155,15 @@ def build_parser() -> Parser:
                      help="past the context, go on with the most recent tokens")  # fmt: skip
     sub.add_argument("--ignore-eos", action="store_true", help="do not stop at end-of-text")
     add_weight_options(sub)
+
+    sub = verb(verbs, "plan", "what a run needs on a machine that need not be here",
+               configured=True)  # fmt: skip
+    sub.add_argument("--on", required=True, metavar="TARGET",
+                     help="machine: v5p-128, v6e-256, 2*v6e-256, v5p-4x4x8, h100x64, h200x1")  # fmt: skip
+    sub.add_argument("--analytic", action="store_true", help="do not compile, only count")
+    sub.add_argument("--search", action="store_true",
+                     help="find the fastest mesh, recomputation and micro-batch that fit")  # fmt: skip
+    sub.add_argument("--write", metavar="FILE", help="write what --search found as a preset")
 
     add_hf_verbs(verb, verbs.add_parser("hf", help="Hugging Face models in and out"))
     return parser
@@ -179,6 +194,16 @@ def add_hf_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
                      "configuration, or nothing")  # fmt: skip
     sub.add_argument("--shard-bytes", type=whole(1), default=5 << 30, metavar="N",
                      help="about the size of a file of weights; default: 5 GiB")  # fmt: skip
+
+
+def add_host_options(sub: Parser) -> None:
+    """Add what says which process of a run on many hosts this is."""
+    sub.add_argument("--coordinator", metavar="HOST:PORT",
+                     help="where process 0 runs, and a free port there; default: as the launcher "
+                     "says (TPU, Slurm, Kubernetes, Open MPI)")  # fmt: skip
+    sub.add_argument("--process", type=whole(0), metavar="I", help="number of this process, from 0")
+    sub.add_argument("--processes", type=whole(1), metavar="N",
+                     help="processes of the run; 1: alone, whatever launchers say")  # fmt: skip
 
 
 def add_weight_options(sub: Parser) -> None:
@@ -250,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code; the only place where errors become exit codes."""
     as_json = False
     try:
-        runtime.prepare_environment(argv)
+        prepare_environment(argv)
         words, after_dashes = split_at_dashes(sys.argv[1:] if argv is None else list(argv))
         args, rest = build_parser().parse_known_args(words)
         as_json = getattr(args, "json", False)
@@ -267,15 +292,15 @@ def main(argv: list[str] | None = None) -> int:
         from jaxgpt.commands import verbs  # after the environment is set: it imports JAX
 
         result = verbs.run(args)
-        if as_json:
+        if as_json and leaving.is_first():
             print(json.dumps(result), flush=True)
         code = result.get("exit_code", 0)  # of a verb that has a result and it is bad news
     except JaxgptError as error:
         code = error.exit_code
         label = "" if isinstance(error, Interrupted) else "error: "
         for line in str(error).splitlines() or [type(error).__name__]:
-            print(f"jaxgpt: {label}{line}", file=sys.stderr)
-        if as_json:
+            print(error_line(f"{label}{line}"), file=sys.stderr)
+        if as_json and leaving.is_first():
             print(json.dumps({"error": str(error), "exit_code": code}))
     except KeyboardInterrupt:
         print("jaxgpt: interrupted", file=sys.stderr)
@@ -286,7 +311,8 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         place = error.filename or "standard output"
-        print(f"jaxgpt: error: {place}: {error.strerror}; make room", file=sys.stderr)
+        line = f"error: {place}: {error.strerror}; make room"
+        print(error_line(line), file=sys.stderr)
         code = StorageError.exit_code
     return code
 
@@ -294,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
 def leave(number: int, frame: object) -> NoReturn:
     """Signal handler: end now, with the exit code of a forced end."""
     print("\njaxgpt: interrupted", file=sys.stderr)
-    runtime.hard_exit(130)
+    hard_exit(130)
 
 
 def entry() -> NoReturn:
@@ -307,9 +333,10 @@ def entry() -> NoReturn:
         import traceback
 
         traceback.print_exc()
-        print("jaxgpt: this is a bug in jaxgpt; please report the lines above", file=sys.stderr)
+        bug = "this is a bug in jaxgpt; please report the lines above"
+        print(error_line(bug), file=sys.stderr)
         code = 70
-    runtime.hard_exit(code)
+    hard_exit(code)
 
 
 if __name__ == "__main__":

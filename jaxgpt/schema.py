@@ -187,6 +187,12 @@ class ModelConfig:
         False, "one leaf for all layers and a scan (big models); false: a leaf per layer, unrolled"
     )
     remat: Literal["none", "full"] = opt("none", "recompute each block in the backward pass")
+    remat_save: tuple[str, ...] = opt(
+        (), "tensors of a block that remat keeps: q, k, v, attn, attn_out, gate, up, mlp_out"
+    )
+    remat_offload: tuple[str, ...] = opt(
+        (), "tensors of a block that remat keeps in the host's memory; also block_in"
+    )
     aux_layers: tuple[int, ...] = opt(
         (), "blocks (from 1) whose output also predicts the next token"
     )
@@ -290,6 +296,12 @@ class TrainConfig:
     )
     router_z_loss: float = opt(0.0, "weight of the squared log-partition penalty of routers")
     router_bias_rate: float = opt(1e-3, "how far an update moves each entry of a router bias")
+    attention: Literal["auto", "blocks", "dot_product", "cudnn", "splash", "reference"] = opt(
+        "auto", "how attention is computed; auto: the fastest of the platform, which is printed"
+    )
+    xla_options: dict[str, bool | int | float | str] = opt(
+        {}, "XLA compiler options of the step, over the preset of the platform"
+    )
     max_nonfinite: int = opt(20, "stop after this many non-finite steps in a row", "steps")
 
     @property
@@ -308,9 +320,15 @@ class MeshConfig:
     data: int = opt(-1, "replicas of the parameters", "devices")
     fsdp: int = opt(1, "parameters, gradients and moments are split, batch too", "devices")
     tensor: int = opt(1, "heads, MLP width and vocabulary are split", "devices")
-    context: int = opt(1, "sequence length is split (1 only in this version)", "devices")
-    expert: int = opt(1, "experts are split (1 only in this version)", "devices")
-    stage: int = opt(1, "layers are split (1 only in this version)", "devices")
+    context: int = opt(1, "sequences are split; attention passes keys around a ring", "devices")
+    expert: int = opt(1, "experts are split, and all else as by fsdp", "devices")
+    stage: int = opt(1, "layers are split; micro-batches pass through as a pipeline", "devices")
+    rounds: int = opt(1, "times a micro-batch passes all stages (circular pipeline)", "rounds")
+    slow: dict[str, int] = opt(
+        {},
+        "parts of an axis that lie in different TPU slices or NVLink domains: axis = parts; empty: "
+        "all of them on data, stage or fsdp, the first that divides",
+    )
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def identity(cfg: Config, data: Data) -> dict[str, str]:
 
     The layout of layers, recomputation, and all about hosts, devices, mesh and batch may change.
     """
-    free = {"stacked", "remat", "dropout"}
+    free = {"stacked", "remat", "remat_save", "remat_offload", "dropout"}
     tree = config.to_dict(cfg)
     model = {key: value for key, value in tree["model"].items() if key not in free}
     return {

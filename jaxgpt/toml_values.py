@@ -5,6 +5,7 @@ Knows nothing of the schema; every message says what was found and what would be
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
@@ -44,8 +45,11 @@ def convert(value: Any, hint: Any) -> Any:
             return value
         raise ValueError(f"{value!r} is not one of {type_name(hint)}{nearest(str(value), args)}")
     if origin in (types.UnionType, typing.Union):
-        for part in args:
-            if isinstance(value, dict) == (typing.get_origin(part) is dict):
+        parts = [p for p in args if isinstance(value, dict) == (typing.get_origin(p) is dict)]
+        if len(parts) == 1:
+            return convert(value, parts[0])
+        for part in parts:
+            with contextlib.suppress(ValueError):
                 return convert(value, part)
         raise wrong
     if origin is tuple:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxgpt import config, ramp, runtime, start
+from jaxgpt import config, ramp, start
 from jaxgpt.checkpoint import inherit, load
 from jaxgpt.checkpoint.faults import fault
 from jaxgpt.checkpoint.saver import Saver
@@ -40,6 +40,9 @@ from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.agreement import check_agreement
 from jaxgpt.run_folder import check_never_saved, claim_folder, copy_kept, write_run_files
+from jaxgpt.runtime.devices import start_jax
+from jaxgpt.runtime.signals import Stop
+from jaxgpt.runtime.watchdog import Watchdog
 from jaxgpt.training import metrics, optimizer, step
 from jaxgpt.training import state as states
 from jaxgpt.training.probe import probe_gradients
@@ -73,8 +76,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
     """
     run_dir = Path(cfg.run.dir)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(runtime.Stop())
-        dog = stack.enter_context(runtime.Watchdog())
+        stop = stack.enter_context(Stop())
+        dog = stack.enter_context(Watchdog())
 
         # Open: data and devices decide what the configuration leaves open, or refuse it.
         with dog.phase("open", detail=blocks.reading):
@@ -94,7 +97,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         total = start.last_step(cfg, data, newest, say)
         tok = start.check_tokenizers(data, eval_sets)
         source = None if newest else inherit.find_source(cfg, data.tokenizer_digest)
-        for line in runtime.start_jax(cfg).lines:
+        for line in start_jax(cfg).lines:
             say(line)
         say(start.describe_dtypes(cfg))
         check_agreement(

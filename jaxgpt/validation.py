@@ -39,6 +39,7 @@ AT_LEAST = {
     "eval": {"every": 0, "max_rows": 0, "batch": 0},
     "log": {"every": 1},
     "run": {"seed": 0},
+    "mesh": {"rounds": 1},
 }  # fmt: skip
 # Values that must lie in [0, 1), [0, 1] or above 0.
 SHARES = {
@@ -64,13 +65,25 @@ EXPERT_FIELDS = (
     "capacity_factor",
 )  # fmt: skip
 GROUP_KEYS = ("lr", "weight_decay")
+MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+# Tensors of a block that recomputation may spare, see `model.remat`.
+SAVED = ("q", "k", "v", "attn", "attn_out", "gate", "up", "mlp_out")
 CHANGEABLE = ("data", "mixture", "tokenizer", "seed", "optim")
 
 
 def problems_of(cfg: Config) -> list[str]:
     """Return one line for each value or combination that cannot work."""
     model = [*_model(cfg), *_experts(cfg), *_aux_losses(cfg)]
-    return [*_ranges(cfg), *model, *_data(cfg), *_training(cfg), *_optim(cfg), *_rest(cfg)]
+    return [
+        *_ranges(cfg),
+        *model,
+        *_data(cfg),
+        *_training(cfg),
+        *_optim(cfg),
+        *_remat(cfg),
+        *_mesh(cfg),
+        *_rest(cfg),
+    ]
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -265,15 +278,34 @@ def _batch_ramp(cfg: Config) -> Iterator[str]:
             yield f"{key} = {rows}: must be at least 1"
 
 
-def _rest(cfg: Config) -> Iterator[str]:
-    sizes = {axis: getattr(cfg.mesh, axis) for axis in vars(cfg.mesh)}
+def _remat(cfg: Config) -> Iterator[str]:
+    for key, names in (("remat_save", SAVED), ("remat_offload", ("block_in", *SAVED))):
+        value = getattr(cfg.model, key)
+        if value and cfg.model.remat == "none":
+            yield f'model.{key} = {list(value)}: needs model.remat = "full"'
+        if unknown := [name for name in value if name not in names]:
+            yield f"model.{key} = {unknown}: choose from {', '.join(names)}"
+    if both := sorted({*cfg.model.remat_save} & {*cfg.model.remat_offload}):
+        yield f"model.remat_save and model.remat_offload both have {', '.join(both)}"
+
+
+def _mesh(cfg: Config) -> Iterator[str]:
+    sizes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     for axis, size in sizes.items():
         if size == 0 or size < -1:
             yield f"mesh.{axis} = {size}: a number of devices, or -1 for the rest"
-        if axis in ("context", "expert", "stage") and size != 1:
-            yield f"mesh.{axis} = {size}: only 1 in this version; use data, fsdp, tensor"
     if list(sizes.values()).count(-1) > 1:
         yield f"only one mesh axis can take the rest (-1): {sizes}"
+    if cfg.mesh.rounds > 1 and cfg.mesh.stage == 1:
+        yield f"mesh.rounds = {cfg.mesh.rounds}: needs mesh.stage"
+    for axis, parts in cfg.mesh.slow.items():
+        if axis not in MESH_AXES:
+            yield f"mesh.slow has {axis!r}: choose from {', '.join(MESH_AXES)}"
+        elif parts < 1 or sizes[axis] > 0 and sizes[axis] % parts:
+            yield f"mesh.slow.{axis} = {parts}: must divide mesh.{axis} = {sizes[axis]}"
+
+
+def _rest(cfg: Config) -> Iterator[str]:
     unknown = [name for name in cfg.checkpoint.allow_change if name not in CHANGEABLE]
     if unknown:
         yield f"checkpoint.allow_change = {unknown}: choose from {', '.join(CHANGEABLE)}"

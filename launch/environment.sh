@@ -59,3 +59,15 @@ make_environment() {
   for extra in ${extras//,/ }; do echo "$extra" >>"$dir/installed.extras"; done
   printf '%s\n' "$state" >"$dir/installed.state"
 }
+
+# jaxgpt_python [EXTRA]: an interpreter that has jaxgpt: $JAXGPT_PYTHON (of a container, a module, conda), else that of
+# .venv, which is made if needed, for this machine's accelerator or the one named.
+jaxgpt_python() {
+  local python=${JAXGPT_PYTHON:-}
+  if [ -z "$python" ]; then
+    python=$(find_python) || return
+    make_environment .venv "$python" "${1:-$(accelerator_extra)}" >&2 || return
+    python=$PWD/.venv/bin/python
+  fi
+  echo "$python"
+}

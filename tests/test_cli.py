@@ -379,7 +379,7 @@ def test_a_full_disk_under_stdout_is_a_storage_error(words):
 def test_a_bug_is_70_with_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(cli, "main", lambda: 1 / 0)
     codes = []
-    monkeypatch.setattr(cli.runtime, "hard_exit", codes.append)
+    monkeypatch.setattr(cli, "hard_exit", codes.append)
     cli.entry()
     assert codes == [70] and "ZeroDivisionError" in capsys.readouterr().err
 

@@ -20,6 +20,7 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.model import gpt
 from jaxgpt.model.blocks import keys_at
 from jaxgpt.model.params import Params, restack
+from jaxgpt.model.shards import Whole
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
 STATIC = ("dtype", "impl")
@@ -157,14 +158,16 @@ def test_bfloat16_compute_stays_near_float32_and_logits_are_float32():
     assert 1e-4 < np.abs(low - right).max() / np.abs(right).max() < 0.05
 
 
-def test_activations_are_offered_to_constrain_under_their_logical_axes():
+def test_activations_are_placed_by_their_logical_axes():
     offered = {}
 
-    def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        offered[axes] = x.shape
-        return x
+    class Recorder(Whole):
+        def constrain(self, x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+            offered[names] = x.shape
+            return x
 
-    jax.eval_shape(lambda p: gpt.apply(LLAMA, p, TOKENS, constrain=constrain), random_params(LLAMA))
+    shards = Recorder("cpu")
+    jax.eval_shape(lambda p: gpt.apply(LLAMA, p, TOKENS, shards=shards), random_params(LLAMA))
     assert offered == {
         ("batch", "seq", None): (2, 16, 32),
         ("batch", "seq", "heads", "head_dim"): (2, 16, 4, 8),
@@ -310,7 +313,7 @@ def test_sites_and_layers_draw_different_masks():
     numbers = jax.random.key_data(keys).reshape(-1, 2)
     assert keys.shape == (1 + 3 * 2, 2) and len(np.unique(numbers, axis=0)) == 7 * 2
     call = gpt.Call(
-        dtype=jnp.float32, impl=None, fused=True, constrain=lambda x, axes: x, phases=None,
+        dtype=jnp.float32, impl=None, fused=True, shards=Whole("cpu"), phases=None,
         local_phases=None, segment_ids=None, positions=None, dropout_keys=keys, weights=None,
     )  # fmt: skip
     used = [keys_at(call, layer, site) for layer in (0, 1) for site in (1, 2, 3)]

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxgpt"
 BASE = {"errors", "durable", "config", "schema", "strict_json", "toml_values", "validation", "ramp"}
+BASE |= {"chips"}
 DATA = BASE | {"tokenization", "data"}
 # What each room or module may import from jaxgpt, besides itself.
 MAY_IMPORT = {
@@ -19,6 +20,7 @@ MAY_IMPORT = {
     "validation": {"config", "ramp"},  # of config only types
     "schema": set(),
     "strict_json": set(),
+    "chips": set(),
     "config": {"errors", "schema", "toml_values", "validation"},
     "runtime": BASE,
     "tokenization": BASE,
@@ -27,6 +29,7 @@ MAY_IMPORT = {
     "model": BASE,
     "parallel": DATA | {"model"},
     "training": DATA | {"model", "parallel", "runtime"},
+    "planning": DATA | {"model", "parallel", "training", "runtime"},
     "checkpoint": DATA | {"model", "parallel", "training", "runtime"},
     "evaluation": DATA | {"model", "parallel", "training", "checkpoint", "runtime"},
 }

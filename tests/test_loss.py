@@ -14,6 +14,7 @@ import pytest
 
 from jaxgpt.config import MeshConfig
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.sharding import Placement
 from jaxgpt.training.loss import chunk_tokens, next_token_sums, token_losses
 
 B, T, D, V = 4, 10, 8, 24
@@ -163,7 +164,7 @@ def test_sums_over_unequal_devices_are_not_means_of_means():
     hidden = np.stack([x, np.zeros_like(x)], -1)  # [2, 8, 2]
     weights = np.ones((2, 8), np.float32)
     weights[0, 2:] = 0
-    loss, weight = jax.jit(lambda *a: next_token(*a, chunk=2, mesh=mesh))(
+    loss, weight = jax.jit(lambda *a: next_token(*a, chunk=2, shards=Placement(mesh)))(
         hidden, np.eye(2, dtype=np.float32), np.ones((2, 8), np.int32), weights
     )
     assert float(loss / weight) == pytest.approx(5.9, abs=1e-5)
@@ -177,7 +178,7 @@ def test_gradients_on_a_mesh_equal_those_of_one_device(sizes):
     def run(mesh):  # 3 positions per chunk and a rest of 1, which is joined along a split array
         def loss(h, w):
             return next_token(h, w, targets, weights, z_loss=0.1, chunk=12 // (4 if mesh else 1),
-                              mesh=mesh)[0]  # fmt: skip
+                              shards=Placement(mesh))[0]  # fmt: skip
 
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, head)
 
@@ -188,7 +189,7 @@ def test_gradients_on_a_mesh_equal_those_of_one_device(sizes):
 def test_no_collective_runs_inside_the_loop_over_chunks():
     mesh = make_mesh(MeshConfig(data=1, fsdp=8))
     hidden, targets, weights = jnp.zeros((8, T, D)), jnp.zeros((8, T), int), jnp.ones((8, T))
-    loss = lambda h, w: next_token(h, w, targets, weights, chunk=2, mesh=mesh)[0]  # noqa: E731
+    loss = lambda h, w: next_token(h, w, targets, weights, chunk=2, shards=Placement(mesh))[0]  # noqa: E731
     text = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, jnp.zeros((V, D))).compile().as_text()
     bodies = [part for part in text.split("\n\n") if part.startswith("%") and "dot(" in part]
     assert " while(" in text and bodies
@@ -198,7 +199,7 @@ def test_no_collective_runs_inside_the_loop_over_chunks():
 def test_rows_that_do_not_divide_over_the_mesh_are_still_right():
     mesh = make_mesh(MeshConfig(data=8))
     arrays = example()
-    split = jax.jit(lambda *a: next_token(*a, chunk=8, mesh=mesh)[0])(*arrays)
+    split = jax.jit(lambda *a: next_token(*a, chunk=8, shards=Placement(mesh))[0])(*arrays)
     assert float(split) == pytest.approx(float(next_token(*arrays, chunk=0)[0]), rel=1e-6)
 
 

@@ -9,24 +9,35 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jaxgpt.config import MeshConfig
+from jaxgpt.config import Config, MeshConfig, with_values
 from jaxgpt.errors import ConfigError
-from jaxgpt.parallel.mesh import AXES, axis_sizes, batch_shards, check_batch, make_mesh
+from jaxgpt.parallel.mesh import (
+    AXES,
+    arrange,
+    axis_sizes,
+    batch_shards,
+    check_batch,
+    check_model,
+    make_mesh,
+    slow_sizes,
+)
 
 
 @pytest.mark.parametrize(
     "cfg, devices, sizes",
     [
-        ({}, 1, (1, 1, 1)),
-        ({}, 8, (8, 1, 1)),
-        ({"fsdp": 4}, 8, (2, 4, 1)),
-        ({"data": 1, "fsdp": -1, "tensor": 2}, 8, (1, 4, 2)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, (2, 2, 2)),
-        ({"data": 1, "fsdp": -1, "tensor": 16}, 8192, (1, 512, 16)),
+        ({}, 1, {}),
+        ({}, 8, {"data": 8}),
+        ({"fsdp": 4}, 8, {"data": 2, "fsdp": 4}),
+        ({"data": 1, "fsdp": -1, "tensor": 2}, 8, {"fsdp": 4, "tensor": 2}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"data": 1, "fsdp": -1, "tensor": 16}, 8192, {"fsdp": 512, "tensor": 16}),
+        ({"data": 1, "context": -1}, 2, {"context": 2}),
+        ({"expert": 2, "stage": 2}, 8, {"data": 2, "expert": 2, "stage": 2}),
     ],
 )
 def test_one_axis_takes_the_devices_that_remain(cfg, devices, sizes):
-    assert tuple(axis_sizes(MeshConfig(**cfg), devices).values()) == (*sizes, 1, 1, 1)
+    assert axis_sizes(MeshConfig(**cfg), devices) == dict.fromkeys(AXES, 1) | sizes
 
 
 @pytest.mark.parametrize(
@@ -38,8 +49,7 @@ def test_one_axis_takes_the_devices_that_remain(cfg, devices, sizes):
         ({"fsdp": 16}, 8, ["mesh.fsdp = 16", "there are 8"]),
         ({"fsdp": -1}, 8, ["mesh.data = -1, mesh.fsdp = -1", "once"]),
         ({"data": 0}, 8, ["mesh.data = 0"]),
-        ({"data": 4, "stage": 2}, 8, ["mesh.stage = 2", "only 1"]),
-        ({"data": 1, "context": -1}, 2, ["mesh.context = 2", "only 1"]),
+        ({"data": 4, "stage": 4}, 8, ["mesh.data = 4, mesh.stage = 4", "needs 16", "there are 8"]),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_both_numbers(cfg, devices, parts):
@@ -51,7 +61,7 @@ def test_sizes_that_do_not_fit_are_refused_with_both_numbers(cfg, devices, parts
 
 def test_the_mesh_has_all_axes_and_leaves_placement_to_the_compiler():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    assert mesh.axis_names == AXES and mesh.devices.shape == (2, 2, 2, 1, 1, 1)
+    assert mesh.axis_names == AXES and mesh.devices.shape == (1, 2, 2, 1, 1, 2)
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert batch_shards(mesh) == 4
 
@@ -63,13 +73,94 @@ def test_a_mesh_may_use_some_of_the_devices():
 
 def test_neighbouring_devices_are_neighbours_in_tensor():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    ids = np.vectorize(lambda device: device.id)(mesh.devices)[..., 0, 0, 0]
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)[0, :, :, 0, 0]
     np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))
 
 
-def test_devices_of_several_slices_are_refused():
-    with pytest.raises(ConfigError, match="2 slices"):
-        make_mesh(MeshConfig(), [SimpleNamespace(slice_index=0), SimpleNamespace(slice_index=1)])
+def sizes_of(**axes: int) -> dict[str, int]:
+    return dict.fromkeys(AXES, 1) | axes
+
+
+@pytest.mark.parametrize(
+    "slow, sizes, slices, parts",
+    [
+        ({}, {"data": 4, "fsdp": 2}, 1, {}),
+        ({}, {"data": 4, "fsdp": 2}, 2, {"data": 2}),
+        ({}, {"data": 3, "fsdp": 8}, 4, {"fsdp": 4}),
+        ({}, {"stage": 2, "fsdp": 8}, 2, {"stage": 2}),
+        ({"data": 2, "fsdp": 2}, {"data": 4, "fsdp": 4}, 4, {"data": 2, "fsdp": 2}),
+    ],
+)
+def test_the_axis_that_lies_across_slices_is_chosen_or_given(slow, sizes, slices, parts):
+    found = slow_sizes(MeshConfig(slow=slow), sizes_of(**sizes), slices)
+    assert found == sizes_of(**parts)
+
+
+@pytest.mark.parametrize(
+    "slow, sizes, slices, words",
+    [
+        ({}, {"fsdp": 8}, 3, ["3 slices", "mesh.fsdp = 8"]),
+        ({"data": 2}, {"data": 4}, 4, ["2 parts", "4 slices"]),
+        ({"data": 2}, {"data": 4}, 1, ["2 parts", "1 slices"]),
+        ({"data": 2}, {"data": 3}, 2, ["mesh.slow.data = 2", "mesh.data = 3"]),
+    ],
+)
+def test_parts_across_slices_that_do_not_fit_are_refused(slow, sizes, slices, words):
+    with pytest.raises(ConfigError) as refused:
+        slow_sizes(MeshConfig(slow=slow), sizes_of(**sizes), slices)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_the_slow_part_of_an_axis_is_its_coarsest():
+    class Device(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    # Two slices of four; ids count within a slice, as those of TPUs need not.
+    devices = [
+        Device(id=i, slice_index=i // 4, process_index=i // 4, platform="cpu", device_kind="cpu")
+        for i in range(8)
+    ]
+    placed = arrange(devices, sizes_of(data=4, tensor=2), sizes_of(data=2))
+    assert placed.shape == (1, 4, 1, 1, 1, 2)
+    slices = np.vectorize(lambda device: device.slice_index)(placed)[0, :, 0, 0, 0]
+    np.testing.assert_array_equal(slices, [[0, 0], [0, 0], [1, 1], [1, 1]])
+
+
+@pytest.mark.parametrize(
+    "values, axes, words",
+    [
+        ({"model": {"seq_len": 20}}, {"context": 4}, ["seq_len = 20", "multiple of", "= 8"]),
+        ({}, {"expert": 2}, ["mesh.expert = 2", "no experts"]),
+        ({"model": {"num_experts": 6}}, {"expert": 4}, ["num_experts = 6", "mesh.expert = 4"]),
+        ({"model": {"num_layers": 4}}, {"stage": 2}, ["mesh.stage = 2", "model.stacked"]),
+        (
+            {"model": {"num_layers": 6, "stacked": True}},
+            {"stage": 4},
+            ["num_layers = 6", "mesh.stage x mesh.rounds = 4"],
+        ),
+        (
+            {"model": {"num_layers": 4, "stacked": True, "aux_layers": (1,)}},
+            {"stage": 2},
+            ["mesh.stage = 2", "aux_layers"],
+        ),
+        (
+            {
+                "model": {"num_layers": 4, "stacked": True},
+                "mesh": {"stage": 2, "rounds": 2},
+                "train": {"global_batch": 8, "micro_batch": 8},
+            },
+            {"stage": 2},
+            ["train.global_batch = 8", "1 micro-batches", "mesh.stage = 2"],
+        ),
+    ],
+)
+def test_a_model_that_an_axis_does_not_divide_is_refused_with_the_numbers(values, axes, words):
+    cfg = with_values(Config(), "test", **values)
+    with pytest.raises(ConfigError) as refused:
+        check_model(sizes_of(**axes), cfg)
+    assert all(word in str(refused.value) for word in words)
+    assert len(refused.value.problems) == 1
+    check_model(sizes_of(), cfg)  # on one device there is nothing to divide
 
 
 @pytest.mark.parametrize(
@@ -99,7 +190,7 @@ def test_rows_that_divide_are_accepted():
 def test_a_batch_of_10_rows_over_3_processes_is_refused_with_both_numbers():
     devices = np.array([SimpleNamespace(process_index=i) for i in range(3)], object)
     mesh = SimpleNamespace(
-        devices=devices.reshape(3, 1, 1, 1, 1, 1), shape=dict.fromkeys(AXES, 1) | {"data": 3}
+        devices=devices.reshape(1, 3, 1, 1, 1, 1), shape=dict.fromkeys(AXES, 1) | {"data": 3}
     )
     with pytest.raises(ConfigError, match="= 10 rows.* 3 devices.*3 processes; nearest: 9 or 12"):
         check_batch(mesh, 10, 10)

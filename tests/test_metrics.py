@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxgpt import config, runtime
+from jaxgpt import config
 from jaxgpt.errors import StorageError
 from jaxgpt.model import gpt
 from jaxgpt.model import params as parameters
+from jaxgpt.runtime import processor
 from jaxgpt.training import metrics, peak, rows
 from jaxgpt.training.metrics import RunLog
 from jaxgpt.training.peak import Peak
@@ -545,4 +546,4 @@ def test_a_measured_rate_is_one_that_a_product_reaches(tmp_path, monkeypatch):
     monkeypatch.setattr(peak, "CPU_SHAPES", ((256, 256, 256),))
     rate = peak._matmul_rate("float32", jax.devices("cpu")[0], seconds=0.2)
     # A core of any machine that runs JAX does more than 1 and less than 1,000 GFLOP/s.
-    assert 1e9 < rate < 1e12 * runtime.num_cores()
+    assert 1e9 < rate < 1e12 * processor.num_cores()

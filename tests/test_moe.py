@@ -19,6 +19,7 @@ from jaxgpt.data.packing import Batch
 from jaxgpt.model import dispatch, gpt, moe
 from jaxgpt.model.cache import init_cache
 from jaxgpt.model.params import LayerParams, count, restack, specs
+from jaxgpt.model.shards import Whole
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import to_global, tree_shardings
 from jaxgpt.training.step import gradients
@@ -36,6 +37,7 @@ B, T, D = 2, 24, 32
 H = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
 SLOPE = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
 ONES = np.ones((B, T), np.float32)
+HERE = Whole("cpu")
 
 
 def layer(cfg: ModelConfig) -> LayerParams:
@@ -51,9 +53,7 @@ def run(
     weights: Any = None,
     segment_ids: Any = None,
 ) -> tuple[jax.Array, moe.RouterSums | None]:
-    return moe.mlp(
-        cfg, p, h, weights=weights, segment_ids=segment_ids, constrain=lambda x, names: x, impl=impl
-    )
+    return moe.mlp(cfg, p, h, weights=weights, segment_ids=segment_ids, impl=impl)
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def test_an_unknown_impl_is_refused():
     (1, 8, 8), (4096, 8, 128), (4096, 64, 32), (2 * 10**6, 8, 128), (100, 1, 32),
 ])  # fmt: skip
 def test_blocks_on_cpu_are_half_the_fair_load_or_less_from_8_to_128_rows(slots, experts, rows):
-    assert dispatch.block_rows(slots, experts) == rows
+    assert dispatch.block_rows(slots, experts, "cpu") == rows
 
 
 def test_only_blocks_in_use_are_computed():
@@ -231,7 +231,7 @@ PADDED = np.where(np.arange(T) < [[24], [17]], 1, 0).astype(np.float32)
 
 def routed(cfg: ModelConfig, h: np.ndarray) -> tuple[jax.Array, jax.Array]:
     p = layer(cfg)
-    return moe.route(cfg, jnp.asarray(h) @ p.router, p.router_bias, moe._here)[1:]
+    return moe.route(cfg, jnp.asarray(h) @ p.router, p.router_bias, HERE)[1:]
 
 
 def test_places_are_taken_in_order_of_tokens_then_choices_and_padding_takes_none():
@@ -240,9 +240,7 @@ def test_places_are_taken_in_order_of_tokens_then_choices_and_padding_takes_none
     counted = jnp.asarray([[True, True, True, False, True, True]])
     p = random_params(cfg).layers[0]
     matrices = (p.w_gate, p.w_up, p.w_down)
-    _, kept = dispatch.limited(
-        cfg, H[:1, :6], chosen, jnp.ones((1, 6, 2)), matrices, counted, lambda x, names: x
-    )
+    _, kept = dispatch.limited(cfg, H[:1, :6], chosen, jnp.ones((1, 6, 2)), matrices, counted, HERE)
     right = [[1, 1], [1, 1], [0, 1], [0, 0], [0, 1], [0, 0]]
     np.testing.assert_array_equal(kept[0], right)
 
@@ -258,9 +256,11 @@ def test_with_capacity_values_and_gradients_are_those_of_dense_without_the_dropp
         return (out * SLOPE).sum(), (out, sums)
 
     def dense(p: LayerParams, h: jax.Array) -> tuple[jax.Array, Any]:
-        _, chosen, gates = moe.route(LIMITED, h @ p.router, p.router_bias, moe._here)
+        _, chosen, gates = moe.route(LIMITED, h @ p.router, p.router_bias, HERE)
         matrices = (p.w_gate, p.w_up, p.w_down)
-        out = dispatch.dropless(LIMITED, h, jnp.where(kept, chosen, 4), gates, matrices, "dense")
+        out = dispatch.dropless(
+            LIMITED, h, jnp.where(kept, chosen, 4), gates, matrices, "cpu", "dense"
+        )
         return (out * SLOPE).sum(), (out, None)
 
     ((_, (out, sums)), grads), ((_, (right, _)), right_grads) = (
@@ -415,7 +415,7 @@ def test_stacked_and_recomputed_layers_give_the_gradients_of_unrolled_ones(capac
 @pytest.mark.parametrize("impl", ["dense", "ragged"])
 def test_a_model_with_another_impl_has_the_same_gradients(impl, monkeypatch):
     on_one_device(TWO_LAYERS)  # with the default, before another takes its place
-    monkeypatch.setattr(dispatch, "default_impl", lambda: impl)
+    monkeypatch.setattr(dispatch, "default_impl", lambda platform: impl)
     same_in_a_scan(TWO_LAYERS)
 
 

@@ -397,14 +397,14 @@ def test_a_file_that_cannot_be_read_for_now_is_named_while_it_is_waited_for(
 def test_a_read_that_never_ends_is_given_up_in_time_with_the_shard_named(root):
     code = f"""
 import os, time
-from jaxgpt import runtime
+from jaxgpt.runtime.watchdog import Watchdog
 from jaxgpt.config import DataConfig
 from jaxgpt.data import blocks
 from jaxgpt.data.pipeline import batches
 from jaxgpt.data.stream import open_data
 data = open_data(DataConfig(store={str(root / "store")!r}), seq_len={T}, seed=0)
 os.preadv = lambda *_: time.sleep(600)
-with runtime.Watchdog(tick=0.05) as dog, batches(data, position=0, global_batch=2) as source:
+with Watchdog(tick=0.05) as dog, batches(data, position=0, global_batch=2) as source:
     with dog.phase("data", 0.5, blocks.reading):
         next(source)
 """

@@ -106,11 +106,17 @@ def test_one_process_supplies_all_rows():
 
 
 def stub(sizes: tuple[int, ...], processes: list[int]) -> SimpleNamespace:
-    """Return what `rows_of_process` reads of a mesh whose devices belong to other processes too."""
+    """Return what `rows_of_process` reads of a mesh whose devices belong to other processes too.
+
+    `sizes` are those of data, fsdp and tensor.
+    """
     devices = np.array([SimpleNamespace(process_index=i) for i in processes], object)
-    sizes = (*sizes, 1, 1, 1)
+    data, fsdp, tensor = sizes
+    sizes = (1, data, fsdp, 1, 1, tensor)
     return SimpleNamespace(
-        devices=devices.reshape(sizes), shape=dict(zip(AXES, sizes, strict=True))
+        devices=devices.reshape(sizes),
+        shape=dict(zip(AXES, sizes, strict=True)),
+        axis_names=AXES,
     )
 
 
@@ -133,13 +139,66 @@ def test_rows_that_are_not_one_range_are_refused():
 
 
 def test_constrain_places_by_name_and_is_nothing_on_one_device():
-    mesh = cube()
-    placed = jax.jit(lambda x: sharding.constrain(x, ("batch", None), mesh=mesh))(np.ones((8, 4)))
+    place = sharding.Placement(cube()).constrain
+    placed = jax.jit(lambda x: place(x, ("batch", None)))(np.ones((8, 4)))
     assert placed.sharding.shard_shape(placed.shape) == (2, 4)
     x = np.ones((8, 4))
-    assert sharding.constrain(x, ("batch", None), mesh=None) is x
     one = make_mesh(MeshConfig(), jax.devices()[:1])
-    assert sharding.constrain(x, ("batch", None), mesh=one) is x
+    for nowhere in (sharding.Placement(None), sharding.Placement(one)):
+        assert nowhere.constrain(x, ("batch", None)) is x
+        assert nowhere.split("batch") == 1
+
+
+def test_an_axis_that_is_split_around_the_call_is_left_alone_inside():
+    inside = sharding.Placement(cube(), taken=("data",))
+    assert (inside.split("batch"), sharding.Placement(cube()).split("batch")) == (2, 4)
+
+    def double(x: jax.Array) -> jax.Array:  # [rows of a replica, 4]
+        x = inside.constrain(x, ("batch", None))
+        return inside.on_shards(lambda part: 2 * part, (x,), (("batch", None),), ("batch", None))
+
+    each = jax.jit(jax.vmap(double, spmd_axis_name="data"))
+    placed = each(np.arange(32.0).reshape(2, 4, 4))
+    np.testing.assert_array_equal(placed, 2 * np.arange(32.0).reshape(2, 4, 4))
+    assert placed.sharding.shard_shape(placed.shape) == (1, 2, 4)
+
+
+def test_a_function_that_exchanges_gets_the_mesh_axes_of_the_names_it_asks_for():
+    seen = {}
+
+    def swap(x: jax.Array, axes: dict[str, tuple[str, ...]]) -> jax.Array:
+        seen.update(axes)
+        size = jax.lax.axis_size(axes["seq"]) if axes["seq"] else 1
+        ring = [(i, (i + 1) % size) for i in range(size)]
+        return jax.lax.ppermute(x, axes["seq"], ring) if axes["seq"] else x
+
+    mesh = make_mesh(MeshConfig(data=2, context=4))
+    x = np.arange(16.0).reshape(2, 8)
+    run = lambda place, x: place.on_shards(  # noqa: E731
+        swap, (x,), (("batch", "seq"),), ("batch", "seq"), exchange=("seq", "vocab")
+    )
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: run(sharding.Placement(mesh), x))(x), np.roll(x, 2, axis=1)
+    )
+    assert seen == {"seq": ("context",), "vocab": ()}
+    np.testing.assert_array_equal(run(sharding.Placement(None), x), x)
+    assert seen == {"seq": (), "vocab": ()}
+
+
+def test_experts_take_their_axis_and_leave_the_rest_to_the_width():
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, expert=4))
+    assert sharding.partition(mesh, (8, 32, 16), ("experts", "embed", "mlp")) == P(
+        ("expert",), ("fsdp",), None
+    )
+    assert sharding.partition(mesh, (32, 16), ("embed", "mlp")) == P(("fsdp", "expert"), None)
+
+
+def test_sequences_are_split_over_context():
+    mesh = make_mesh(MeshConfig(data=2, context=4))
+    tokens = np.arange(64, dtype=np.int32).reshape(1, 4, 16)
+    placed = sharding.to_global(mesh, {"tokens": tokens})["tokens"]
+    np.testing.assert_array_equal(placed, tokens)
+    assert placed.sharding.shard_shape(placed.shape) == (1, 2, 4)
 
 
 TOKENS, INTO = ("batch", "seq", None), (None, "mlp")
@@ -147,7 +206,7 @@ TOKENS, INTO = ("batch", "seq", None), (None, "mlp")
 
 def shapes_of_parts(mesh, x: np.ndarray, w: np.ndarray) -> list[tuple[int, ...]]:
     """Return the shapes that a function on shards sees, checking its value and its gradients."""
-    seen = []
+    seen, place = [], sharding.Placement(mesh)
 
     def squares(x: jax.Array, w: jax.Array, absent: None) -> jax.Array:
         seen[:] = [x.shape, w.shape]
@@ -155,7 +214,7 @@ def shapes_of_parts(mesh, x: np.ndarray, w: np.ndarray) -> list[tuple[int, ...]]
 
     def total(x: jax.Array, w: jax.Array) -> jax.Array:
         axes = (TOKENS, INTO, INTO)
-        parts = sharding.on_shards(squares, (x, w, None), axes, ("mlp", *TOKENS), mesh=mesh)
+        parts = place.on_shards(squares, (x, w, None), axes, ("mlp", *TOKENS))
         return (parts.sum(0) * np.arange(x.shape[0])[:, None, None]).sum()
 
     found = jax.jit(jax.value_and_grad(total, (0, 1)))(x, w)

@@ -413,7 +413,7 @@ def test_the_product_with_the_head_gives_the_dtype_asked_for(logits_dtype, name)
     cfg = config(compute_dtype="bfloat16", logits_dtype=logits_dtype)
     program = jax.make_jaxpr(functools.partial(logged_sums, cfg))
     text = str(program(random_params(cfg.model), rows(cfg)))
-    found = re.findall(r":(\w+)\[1,8,16,64\] = dot_general", text)  # 64 ids
+    found = re.findall(r":(\w+)\[1,1,8,16,64\] = dot_general", text)  # 64 ids
     assert found == [name]
 
 

@@ -58,12 +58,12 @@ def golden(root) -> Path:
 
 def stop_after(monkeypatch, step: int) -> None:
     """Make the run behave as if SIGTERM came while it computed `step`."""
-    from jaxgpt import runtime
+    from jaxgpt.runtime.signals import Stop
     from jaxgpt.training import metrics
 
     push = metrics.RunLog.push
-    stops: list[runtime.Stop] = []
-    enter = runtime.Stop.__enter__
+    stops: list[Stop] = []
+    enter = Stop.__enter__
 
     def remember(self):
         stops.append(self)
@@ -74,7 +74,7 @@ def stop_after(monkeypatch, step: int) -> None:
             stops[-1].reason = "SIGTERM"
         return push(self, number, *args, **kwargs)
 
-    monkeypatch.setattr(runtime.Stop, "__enter__", remember)
+    monkeypatch.setattr(Stop, "__enter__", remember)
     monkeypatch.setattr(metrics.RunLog, "push", push_and_stop)
 
 

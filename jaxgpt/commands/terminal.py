@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from jaxgpt import config
 from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError
+from jaxgpt.runtime import leaving
 
 EVERY = 5.0  # seconds between lines of progress
 
@@ -28,14 +29,15 @@ def load_config(words: list[str]) -> Config:
 
 
 def show(args: argparse.Namespace, text: str) -> None:
-    """Print a result for people; with --json only the object is printed."""
-    if not args.json:
+    """Print a result for people; with --json only the object is printed, and by process 0."""
+    if not args.json and leaving.is_first():
         print(text, flush=True)
 
 
 def say(text: str) -> None:
-    """Print one line of progress."""
-    print(text, file=sys.stderr, flush=True)
+    """Print one line of progress, unless another process speaks for the run."""
+    if leaving.is_first():
+        print(text, file=sys.stderr, flush=True)
 
 
 def progress_line(describe: Callable[..., str]) -> Callable[..., None]:

@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "train": train,
         "eval": evaluate,
         "generate": generate,
+        "plan": plan,
         "tokenizer train": data_commands.tokenizer_train,
         "tokenizer import": data_commands.tokenizer_import,
         "tokenizer info": data_commands.tokenizer_info,
@@ -60,6 +61,13 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
     return verbs[args.action](args)
 
 
+def plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Plan a run for a machine that need not be here."""
+    from jaxgpt.commands import plan as plan_commands
+
+    return plan_commands.plan(args)
+
+
 def hugging_face(args: argparse.Namespace) -> dict[str, Any]:
     """Run a verb that takes models in or out."""
     from jaxgpt.commands import hf as hf_commands
@@ -76,6 +84,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if args.show_config:
         show(args, config.to_toml(cfg))
         return {"config": config.to_dict(cfg), "origins": cfg.origins}
+    from jaxgpt.commands import hosts as host_commands
+
+    if args.dry_run:
+        return host_commands.dry_run(args, cfg)
+    host_commands.start(args)
     from jaxgpt.evaluation.perplexity import report_table
     from jaxgpt.train import train as train_run
 
@@ -90,13 +103,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate a checkpoint on held-out stores or text."""
-    from jaxgpt import runtime
     from jaxgpt.checkpoint.load import find_tokenizer
     from jaxgpt.evaluation import perplexity
+    from jaxgpt.runtime.devices import start_jax
     from jaxgpt.tokenization import tokenizer
 
     cfg, params, record = load_weights(args)
-    for line in runtime.start_jax(cfg).lines:
+    for line in start_jax(cfg).lines:
         say(line)
     digest = record.identity.get("tokenizer")
     results, baselines = {}, {}
@@ -175,10 +188,10 @@ def split_name(text: str) -> tuple[str, str]:
 
 def generate(args: argparse.Namespace) -> dict[str, Any]:
     """Write text with a checkpoint: one row as it comes, several when they are done."""
-    from jaxgpt import runtime
     from jaxgpt.checkpoint.load import find_tokenizer
     from jaxgpt.evaluation import generate as generation
     from jaxgpt.evaluation.sampling import Sampling
+    from jaxgpt.runtime.devices import start_jax
     from jaxgpt.tokenization import tokenizer
 
     sampling = Sampling(
@@ -191,7 +204,7 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
     prompts = [*args.prompt, *(read_lines(args.prompt_file) if args.prompt_file else [])] or [""]
     prompts = [prompt for prompt in prompts for _ in range(args.samples)]
     cfg, params, record = load_weights(args)
-    runtime.start_jax(cfg)
+    start_jax(cfg)
     tok = tokenizer.load(find_tokenizer(args.run))
     streaming = len(prompts) == 1 and not args.json
     shown = False

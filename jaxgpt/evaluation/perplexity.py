@@ -34,11 +34,11 @@ from jaxgpt.data.store import Store, open_store, write_manifest
 from jaxgpt.errors import DataError, NumericsError
 from jaxgpt.model import gpt
 from jaxgpt.model.params import Params
-from jaxgpt.parallel.mesh import batch_shards, platform
-from jaxgpt.parallel.sharding import constrain, on_shards, replicated, rows_of_process, to_global
+from jaxgpt.parallel.mesh import batch_shards
+from jaxgpt.parallel.sharding import Placement, replicated, rows_of_process, to_global
 from jaxgpt.tokenization import tokenizer
 from jaxgpt.tokenization.tokenizer import Tokenizer
-from jaxgpt.training.loss import chunk_tokens, token_losses
+from jaxgpt.training.loss import token_losses
 from jaxgpt.training.step import logits_dtype
 
 MAX_EXPONENT = 709.0  # exp of more is not a float64
@@ -192,7 +192,7 @@ def _row_sums(
 ) -> tuple[Array, Array]:
     """Return the loss sum and the token count of each row of a batch [1, B, T], [B] float32."""
     batch = jax.tree.map(lambda x: x[0], batch)  # [B, T]
-    place = partial(constrain, mesh=mesh)
+    shards = Placement(mesh)
     out = gpt.hidden(
         cfg,
         params,
@@ -200,18 +200,17 @@ def _row_sums(
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dtype=dtype,
-        constrain=place,
-        on_shards=partial(on_shards, mesh=mesh),
+        shards=shards,
     )
     losses = token_losses(
         out,
-        place(gpt.head(cfg, params), ("vocab", None)),
+        gpt.head(cfg, params),
         batch.targets,
         batch.weights,
         softcap=cfg.logit_softcap,
         dtype=dtype,
         logits_dtype=logits_dtype,
-        chunk=chunk_tokens(cfg.vocab_size, platform(mesh)) * batch_shards(mesh),
+        shards=shards,
     )
     sums = losses.sum(axis=1), batch.weights.sum(axis=1)
     if mesh is not None:  # every process reads all rows

@@ -14,6 +14,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxgpt.model.shards import Shards, here
+
 Array = jax.Array
 Impl = Literal["blocks", "dot_product", "cudnn", "reference"]
 
@@ -34,6 +36,7 @@ def attend(
     dropout: float = 0.0,
     dropout_keys: Array | None = None,
     impl: Impl | None = None,
+    shards: Shards | None = None,
 ) -> Array:
     """Return softmax(scale q kᵀ + mask) v, [B, T, N, H]: causal self-attention, S = T.
 
@@ -48,7 +51,9 @@ def attend(
     if dropout and dropout_keys is None:
         raise ValueError(f"attention dropout = {dropout} needs dropout_keys, one per row")
     plain = not (softcap or dropout)
-    impl = impl or default_impl(q, plain=plain, unmasked=segment_ids is None and not window)
+    unmasked = segment_ids is None and not window
+    platform = (shards or here()).platform
+    impl = impl or default_impl(q, platform, plain=plain, unmasked=unmasked)
     if impl in ("dot_product", "cudnn"):
         if not plain:
             raise ValueError(f"attention impl {impl!r} has neither softcap nor dropout")
@@ -103,16 +108,15 @@ def attend_cached(
     return _by_token(_weigh(*_by_head(q, k, v), visible, scale=scale, softcap=softcap))
 
 
-def default_impl(q: Array, *, plain: bool, unmasked: bool) -> Impl:
-    """Return the fastest `impl` here; `plain`: no softcap or dropout, `unmasked`: causal only."""
-    if jax.default_backend() == "cpu":
+def default_impl(q: Array, platform: str, *, plain: bool, unmasked: bool) -> Impl:
+    """Return the fastest `impl`; `plain`: no softcap or dropout, `unmasked`: causal only."""
+    if platform == "cpu":
         return "blocks"  # 2-3 times faster than dot_product there
     if not plain:
         return "reference"
-    cuda = "cuda" in jax.devices()[0].client.platform_version
     half, width = q.dtype in (jnp.bfloat16, jnp.float16), q.shape[-1]
     fits = half and width % 8 == 0 and width <= 128  # cuDNN's limits, all generations
-    return "cudnn" if cuda and unmasked and fits else "dot_product"
+    return "cudnn" if platform == "gpu" and unmasked and fits else "dot_product"
 
 
 def _dot_product(

@@ -6,7 +6,6 @@ activations, biases and rotations are float32 inside. A block knows nothing of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +19,8 @@ from jaxgpt.model.attention import Impl, attend, attend_cached
 from jaxgpt.model.cache import KVCache, read, write
 from jaxgpt.model.params import LayerParams
 from jaxgpt.model.positions import rotate
+from jaxgpt.model.remat import named
+from jaxgpt.model.shards import Shards
 
 Array = jax.Array
 # Where dropout acts: on the embeddings, then at three sites of each layer.
@@ -33,14 +34,13 @@ class Call:
     dtype: DTypeLike
     impl: Impl | None  # of attention; None: the fastest here
     fused: bool  # one matrix product for queries, keys and values
-    constrain: Callable[[Array, tuple[str | None, ...]], Array]
+    shards: Shards
     phases: tuple[Array, Array] | None  # RoPE cos and sin, float32 [..., T, 1, H/2]
     local_phases: tuple[Array, Array] | None  # those of blocks with a window
     segment_ids: Array | None  # [B, T]
     positions: Array | None  # [B, T]; set only with a cache
     dropout_keys: Array | None  # [sites, B]
     weights: Array | None  # [B, T] float32, of the loss; None: not in training
-    on_shards: moe.OnShards | None = None  # runs a function on each device's part; None: as it is
 
 
 def block(
@@ -58,11 +58,12 @@ def block(
     `pre`: x + f(norm x). `post`: norm(x + f(x)), the original transformer. `sandwich`:
     x + norm(f(norm x)). Dropout acts just before the sum.
     """
-    post = cfg.norm_placement == "post"
+    x, post = named(x, "block_in"), cfg.norm_placement == "post"
     attn_norm, mlp_norm = (p.attn_norm, p.attn_norm_bias), (p.mlp_norm, p.mlp_norm_bias)
     with jax.named_scope("attention"):
         h = x if post else norm(cfg, x, *attn_norm, call.dtype)
         h, cache = _attention(cfg, p, h, layer, window, cache, call)
+        h = named(h, "attn_out")
         if p.attn_post_norm is not None:
             h = norm(cfg, h, p.attn_post_norm, p.attn_post_norm_bias, call.dtype)
         x = x + drop(cfg, h, keys_at(call, layer, ATTENTION_OUT_SITE)).astype(x.dtype)
@@ -70,11 +71,12 @@ def block(
     with jax.named_scope("mlp"):
         h = x if post else norm(cfg, x, *mlp_norm, call.dtype)
         h, router = _mlp(cfg, p, h, call)
+        h = named(h, "mlp_out")
         if p.mlp_post_norm is not None:
             h = norm(cfg, h, p.mlp_post_norm, p.mlp_post_norm_bias, call.dtype)
         x = x + drop(cfg, h, keys_at(call, layer, MLP_OUT_SITE)).astype(x.dtype)
         x = norm(cfg, x, *mlp_norm, x.dtype) if post else x
-    return call.constrain(x, ("batch", "seq", None)), cache, router
+    return call.shards.constrain(x, ("batch", "seq", None)), cache, router
 
 
 def norm(cfg: ModelConfig, x: Array, scale: Array, bias: Array | None, dtype: DTypeLike) -> Array:
@@ -111,6 +113,7 @@ def _attention(
     phases = call.local_phases if window else call.phases
     if phases is not None:
         q, k = rotate(q, phases), rotate(k, phases)
+    q, k, v = named(q, "q"), named(k, "k"), named(v, "v")
     limits = {"window": window, "scale": cfg.attn_scale, "softcap": cfg.attn_softcap}
     if cache is not None:
         cache = write(cache, layer, call.positions, k, v)
@@ -120,8 +123,9 @@ def _attention(
         keys = keys_at(call, layer, ATTENTION_SITE)
         out = attend(
             q, k, v, segment_ids=call.segment_ids, impl=call.impl, dropout_keys=keys,
-            dropout=0.0 if keys is None else cfg.dropout, **limits,
+            dropout=0.0 if keys is None else cfg.dropout, shards=call.shards, **limits,
         )  # fmt: skip
+    out = named(out, "attn")
     B, T, N, H = out.shape
     return linear(out.reshape(B, T, N * H), p.wo.reshape(N * H, -1), p.bo, call.dtype), cache
 
@@ -139,7 +143,7 @@ def _project(p: LayerParams, h: Array, call: Call) -> list[Array]:
         parts = [linear(h, w, None, call.dtype) for w in flat]
     biases, axes = (p.bq, p.bk, p.bv), ("heads", "kv_heads", "kv_heads")
     return [
-        call.constrain(
+        call.shards.constrain(
             add_bias(part.reshape(*h.shape[:2], -1, H), bias), ("batch", "seq", axis, "head_dim")
         )
         for part, bias, axis in zip(parts, biases, axes, strict=True)
@@ -152,9 +156,8 @@ def _mlp(
     h = h.astype(call.dtype)
     if cfg.num_experts:
         out, router = moe.mlp(
-            cfg, p, h, weights=call.weights, segment_ids=call.segment_ids,
-            constrain=call.constrain, on_shards=call.on_shards,
-        )  # fmt: skip
+            cfg, p, h, weights=call.weights, segment_ids=call.segment_ids, shards=call.shards
+        )
         if p.shared_up is not None:
             shared = (p.shared_gate, None), (p.shared_up, None), (p.shared_down, None)
             out = out + _dense(cfg, h, *shared, call)
@@ -171,13 +174,13 @@ def _dense(
     call: Call,
 ) -> Array:
     """Return an MLP of h [B, T, D]; gate, up and down are (matrix, bias)."""
-    hidden = linear(h, *up, call.dtype).astype(jnp.float32)
+    hidden = named(linear(h, *up, call.dtype), "up").astype(jnp.float32)
     if gate[0] is None:
         hidden = ACTIVATIONS[cfg.mlp](hidden)
     else:
-        gated = linear(h, *gate, call.dtype).astype(jnp.float32)
+        gated = named(linear(h, *gate, call.dtype), "gate").astype(jnp.float32)
         hidden = ACTIVATIONS[cfg.mlp](gated) * hidden
-    hidden = call.constrain(hidden.astype(call.dtype), ("batch", "seq", "mlp"))
+    hidden = call.shards.constrain(hidden.astype(call.dtype), ("batch", "seq", "mlp"))
     return linear(hidden, *down, call.dtype)
 
 

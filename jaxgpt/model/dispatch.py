@@ -20,17 +20,17 @@ import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model.activations import ACTIVATIONS
+from jaxgpt.model.shards import Shards
 
 Array = jax.Array
-Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 Matrices = tuple[Array | None, Array, Array]  # gate (None: not gated), up [E, D, F], down [E, F, D]
 Impl = Literal["dense", "ragged", "blocks"]
 
 LEAST_BLOCK = 8  # rows; decoding has few slots, and blocks of 128 would be padding
 
 
-def default_impl() -> Impl:
-    """Return the fastest `impl` here.
+def default_impl(platform: str) -> Impl:
+    """Return the fastest `impl` of a platform.
 
     2,048 tokens, D = 256, F = 512, E = 8, k = 2, forward and backward on 2 busy cores, float32 and
     bfloat16: blocks 220 and 224 ms, dense 1084 and 561, ragged 2296 and 904, for without a kernel
@@ -38,7 +38,7 @@ def default_impl() -> Impl:
     NVIDIA (openxla/xla#40189) was reported to find no plan on Blackwell, and XLA's other lowering
     to run at 2 % of the chip's speed (marin-community/marin#7012): blocks, not measured there.
     """
-    return "ragged" if jax.default_backend() == "tpu" else "blocks"
+    return "ragged" if platform == "tpu" else "blocks"
 
 
 def dropless(
@@ -47,6 +47,7 @@ def dropless(
     chosen: Array,
     gates: Array,
     matrices: Matrices,
+    platform: str,
     impl: Impl | None = None,
 ) -> Array:
     """Return sum_i gates_i MLP_chosen_i(h), [..., D] in h's dtype, for tokens h [..., D].
@@ -54,7 +55,7 @@ def dropless(
     chosen int32 and gates float32 are [..., k]. `dense` alone knows an expert E: nobody. Raises
     ValueError for an unknown `impl`.
     """
-    impl = impl or default_impl()
+    impl = impl or default_impl(platform)
     if impl not in ("dense", "ragged", "blocks"):
         raise ValueError(f"expert impl {impl!r}: dense, ragged or blocks")
     (*lead, D), k = h.shape, chosen.shape[-1]
@@ -62,13 +63,13 @@ def dropless(
     if impl == "dense":
         return _dense(cfg, x, chosen, gates, matrices).reshape(*lead, D)
     place, sizes = _queue(chosen.reshape(-1), cfg.num_experts)
-    rows = block_rows(place.size, cfg.num_experts) if impl == "blocks" else 1
+    rows = block_rows(place.size, cfg.num_experts, platform) if impl == "blocks" else 1
     taken = -(-sizes // rows)  # blocks of each expert
     ends = jnp.cumsum(taken)
     position = (((ends - taken) * rows)[chosen.reshape(-1)] + place).reshape(-1, k)
     if impl == "ragged":
         # A lowering to dense products multiplies the weights of an expert that nobody chose by 0.
-        if jax.default_backend() != "tpu":
+        if platform != "tpu":
             used = (sizes > 0)[:, None, None]
             matrices = tuple(w if w is None else jnp.where(used, w, 0) for w in matrices)
         product, count = partial(jax.lax.ragged_dot, group_sizes=sizes), place.size
@@ -91,7 +92,7 @@ def limited(
     gates: Array,
     matrices: Matrices,
     counted: Array,
-    constrain: Constrain,
+    shards: Shards,
 ) -> tuple[Array, Array]:
     """Return the sum of `dropless` over the slots that found a place, and which did, [B, T, k].
 
@@ -111,18 +112,18 @@ def limited(
     position, source = jax.vmap(of_row)(chosen, counted)  # [B, T k], [B, E C]
     buffer = ("batch", "experts", None, None)
     x = jax.vmap(take)(h, source // k, position.reshape(B, T, k))  # empty places hold zeros
-    x = constrain(x.reshape(B, E, C, D), buffer)
+    x = shards.constrain(x.reshape(B, E, C, D), buffer)
     taken = (source < T * k).reshape(B, E, C, 1)
 
     def product(x: Array, w: Array) -> Array:
         return jnp.where(taken, jnp.einsum("beci,eio->beco", x, w), 0)
 
     def place(hidden: Array) -> Array:
-        return constrain(hidden, (*buffer[:3], "mlp"))
+        return shards.constrain(hidden, (*buffer[:3], "mlp"))
 
-    out = constrain(_mlp(cfg, product, x, matrices, place), buffer).reshape(B, E * C, D)
+    out = shards.constrain(_mlp(cfg, product, x, matrices, place), buffer).reshape(B, E * C, D)
     out = jax.vmap(take)(out, position, source[..., None]).reshape(B, T, k, D)
-    out = constrain(_mix(out, gates).astype(h.dtype), ("batch", "seq", None))
+    out = shards.constrain(_mix(out, gates).astype(h.dtype), ("batch", "seq", None))
     return out, (position < E * C).reshape(B, T, k)
 
 
@@ -135,13 +136,13 @@ def capacity(cfg: ModelConfig, tokens: int) -> int:
     return min(math.ceil(round(share, 6)), tokens)
 
 
-def block_rows(slots: int, num_experts: int) -> int:
+def block_rows(slots: int, num_experts: int, platform: str) -> int:
     """Return the rows of a block, a power of two: half of the fair load or less, within bounds.
 
     On average half a block per expert is padding. On CPU 64 rows or more are equally fast in
     float32; in bfloat16 128 or 256 take a third of the time of 32. 512 for a GPU is a guess.
     """
-    most = 128 if jax.default_backend() == "cpu" else 512
+    most = 128 if platform == "cpu" else 512
     fair = max(slots // (2 * num_experts), 1)
     return min(max(1 << (fair.bit_length() - 1), LEAST_BLOCK), most)
 

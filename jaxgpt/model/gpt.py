@@ -4,8 +4,8 @@
     logits = apply(cfg, params, tokens)                      # [B, T, V]
 
 Tokens go through an embedding (plus positions), L blocks, a last normalisation and the head.
-`cfg` is static. Nothing here knows of losses, optimisers or meshes: activations are offered to
-`constrain` under logical names (batch, seq, heads, kv_heads, head_dim, mlp, vocab).
+`cfg` is static. Nothing here knows of losses, optimisers or meshes: activations are placed by
+`model.shards` under logical names (batch, seq, heads, kv_heads, head_dim, mlp, vocab, embed).
 JAX clamps ids and learned positions that are out of range, so callers check them before.
 """
 
@@ -22,15 +22,16 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model import params as parameters
+from jaxgpt.model import remat
 from jaxgpt.model.attention import Impl
 from jaxgpt.model.blocks import EMBED_SITE, SITES_PER_LAYER, Call, block, drop, keys_at, norm
 from jaxgpt.model.cache import KVCache
-from jaxgpt.model.moe import OnShards, RouterSums
+from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import LayerParams, Params
 from jaxgpt.model.positions import restart, rope_phases, sinusoids
+from jaxgpt.model.shards import MeshAxes, Shards, here
 
 Array = jax.Array
-Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 
 
 class Forward(NamedTuple):
@@ -62,8 +63,7 @@ def hidden(
     dtype: DTypeLike = jnp.float32,
     dropout_key: Array | None = None,
     impl: Impl | None = None,
-    constrain: Constrain | None = None,
-    on_shards: OnShards | None = None,
+    shards: Shards | None = None,
 ) -> Array | tuple[Array, KVCache]:
     """Return what the head is applied to, [B, T, D] in `dtype`; with a cache (hidden, cache).
 
@@ -72,13 +72,12 @@ def hidden(
     dropout_key: one typed key, or one per row [B]; None turns dropout off, as in evaluation.
     With a cache, tokens are written at their positions and `cache.length` is set one past the
     last; see `model.cache` for padded prompts. Neither segments nor dropout go with a cache:
-    ValueError. `impl` chooses the attention (`model.attention`), None the fastest here. On a mesh
-    `constrain` and `on_shards` place activations (`parallel.sharding`).
+    ValueError. `impl` chooses the attention (`model.attention`), None the fastest of the platform.
+    `shards` are the devices (`model.shards`), None a single one.
     """
     stream, _, cache, _ = _forward(
-        cfg, params, tokens, segment_ids, positions, cache, dtype, dropout_key, impl, constrain,
-        on_shards,
-    )  # fmt: skip
+        cfg, params, tokens, segment_ids, positions, cache, dtype, dropout_key, impl, shards
+    )
     out = _final_norm(cfg, params, stream, dtype)
     return out if cache is None else (out, cache)
 
@@ -94,8 +93,7 @@ def forward(
     dtype: DTypeLike = jnp.float32,
     dropout_key: Array | None = None,
     impl: Impl | None = None,
-    constrain: Constrain | None = None,
-    on_shards: OnShards | None = None,
+    shards: Shards | None = None,
 ) -> Forward:
     """Return `hidden`, the same of the blocks of `cfg.aux_layers`, and the sums of the routers.
 
@@ -103,9 +101,8 @@ def forward(
     `weights` [B, T] are those of the loss: routers count with them; without them, None.
     """
     stream, taps, _, router = _forward(
-        cfg, params, tokens, segment_ids, positions, None, dtype, dropout_key, impl, constrain,
-        on_shards, weights,
-    )  # fmt: skip
+        cfg, params, tokens, segment_ids, positions, None, dtype, dropout_key, impl, shards, weights
+    )
     finish = partial(_final_norm, cfg, params, dtype=dtype)
     return Forward(finish(stream), {layer: finish(tap) for layer, tap in taps.items()}, router)
 
@@ -117,7 +114,7 @@ def apply(
     *,
     cache: KVCache | None = None,
     dtype: DTypeLike = jnp.float32,
-    constrain: Constrain | None = None,
+    shards: Shards | None = None,
     **options: Array | str | None,
 ) -> Array | tuple[Array, KVCache]:
     """Return float32 logits [B, T, V], soft-capped if configured; arguments as `hidden`.
@@ -125,11 +122,11 @@ def apply(
     With a cache: (logits, cache). For training prefer `hidden` and a loss that never holds all
     logits at once.
     """
-    options |= {"dtype": dtype, "constrain": constrain}
+    options |= {"dtype": dtype, "shards": shards}
     out = hidden(cfg, params, tokens, cache=cache, **options)
     out, cache = (out, None) if cache is None else out
     out = logits(cfg, params, out)
-    out = out if constrain is None else constrain(out, ("batch", "seq", "vocab"))
+    out = out if shards is None else shards.constrain(out, ("batch", "seq", "vocab"))
     return out if cache is None else (out, cache)
 
 
@@ -174,8 +171,7 @@ def _forward(
     dtype: DTypeLike,
     dropout_key: Array | None,
     impl: Impl | None,
-    constrain: Constrain | None,
-    on_shards: OnShards | None,
+    shards: Shards | None,
     weights: Array | None = None,
 ) -> tuple[Array, dict[int, Array], KVCache | None, RouterSums | None]:
     """Return the residual stream after the last block, those of `aux_layers`, cache and sums."""
@@ -191,19 +187,21 @@ def _forward(
         positions = jnp.arange(T) if segment_ids is None else restart(segment_ids)  # [T] or [B, T]
     phases = rope_phases(cfg, positions) if cfg.positions == "rope" else None
     local = phases is not None and cfg.rope_local_base > 0
+    shards = shards or here()
+    whole = shards.split("heads") == shards.split("kv_heads") == 1
     call = Call(
         dtype=dtype,
         impl=impl,
         # With a cache, a step of one id would copy every weight to fuse them: 5 times slower.
-        fused=cache is None and (impl or jax.default_backend()) in ("blocks", "cpu"),
-        constrain=constrain or (lambda x, axes: x),
+        # Where heads are split over devices, it would join axes that are split.
+        fused=cache is None and shards.platform == "cpu" and whole,
+        shards=shards,
         phases=phases,
         local_phases=rope_phases(cfg, positions, local=True) if local else phases,
         segment_ids=segment_ids,
         positions=positions if cache is not None else None,
         dropout_keys=_dropout_keys(cfg, dropout_key, B) if cfg.dropout else None,
         weights=weights,
-        on_shards=on_shards,
     )
     x = _embed(cfg, params, tokens, positions, call)
     x, taps, cache, router = _blocks(cfg, params.layers, x, cache, call)
@@ -214,16 +212,43 @@ def _forward(
 
 def _embed(cfg: ModelConfig, params: Params, tokens: Array, positions: Array, call: Call) -> Array:
     with jax.named_scope("embed"):
-        x = params.embed[tokens].astype(jnp.float32)  # [B, T, D]
+        x = lookup(params.embed, tokens, call.shards).astype(jnp.float32)  # [B, T, D]
         if cfg.embed_scale:
             x = x * math.sqrt(cfg.embed_dim)
         if cfg.positions == "learned":
-            x = x + params.pos_embed[positions]
+            x = x + call.shards.constrain(params.pos_embed, (None, None))[positions]
         elif cfg.positions == "sinusoidal":
             x = x + sinusoids(positions, cfg.embed_dim)
         x = drop(cfg, x, keys_at(call, 0, EMBED_SITE))
         # The dtype of the residual stream, for the whole model, is decided here.
-        return call.constrain(x.astype(call.dtype), ("batch", "seq", None))
+        return call.shards.constrain(x.astype(call.dtype), ("batch", "seq", None))
+
+
+def lookup(table: Array, tokens: Array, shards: Shards) -> Array:
+    """Return table[tokens], [B, T, D], of a table [V, D] of which each device holds a part.
+
+    Devices that hold parts of D look up each other's tokens and exchange the parts: as many bytes
+    as the result has, where the compiler would gather the table, or all rows of the batch. One that
+    holds a part of V gives zeros for the rest, and they add up.
+    """
+
+    def of_device(table: Array, tokens: Array, axes: MeshAxes) -> Array:
+        width, ids = axes["embed"], axes["vocab"]
+        if width:
+            tokens = jax.lax.all_gather(tokens, width, axis=0, tiled=True)
+        index = tokens - (jax.lax.axis_index(ids) * len(table) if ids else 0)
+        rows = table[index]
+        if ids:
+            held = (index >= 0) & (index < len(table))
+            rows = jax.lax.psum(jnp.where(held[..., None], rows, 0), ids)
+        if width:
+            rows = jax.lax.all_to_all(rows, width, split_axis=0, concat_axis=2, tiled=True)
+        return rows
+
+    names = (("vocab", "embed"), ("batch", "seq"))
+    return shards.on_shards(
+        of_device, (table, tokens), names, ("batch", "seq", None), exchange=("embed", "vocab")
+    )
 
 
 def _blocks(
@@ -240,7 +265,12 @@ def _blocks(
         return (x, cache), router
 
     if cfg.remat == "full":
-        run = jax.checkpoint(run, prevent_cse=isinstance(layers, tuple), static_argnums=3)
+        run = jax.checkpoint(
+            run,
+            prevent_cse=isinstance(layers, tuple),
+            static_argnums=3,
+            policy=remat.policy(cfg, call.shards.platform),
+        )
     carry, taps, sums, start = (x, cache), {}, [], 0
     for stop in sorted({*cfg.aux_layers, cfg.num_layers}):
         if isinstance(layers, tuple):

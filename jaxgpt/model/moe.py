@@ -7,8 +7,6 @@ micro-batches and devices; padding is neither counted nor takes anybody's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -16,11 +14,9 @@ from flax import struct
 from jaxgpt.config import ModelConfig
 from jaxgpt.model import dispatch
 from jaxgpt.model.params import LayerParams
+from jaxgpt.model.shards import Shards, here
 
 Array = jax.Array
-Constrain = Callable[[Array, tuple[str | None, ...]], Array]
-# on_shards(f, arrays, axes, out_axes) runs f on the part of the arrays that a device holds.
-OnShards = Callable[..., Array]
 TOKENS = ("batch", "seq", None)
 
 
@@ -46,8 +42,7 @@ def mlp(
     *,
     weights: Array | None,
     segment_ids: Array | None,
-    constrain: Constrain,
-    on_shards: OnShards | None = None,
+    shards: Shards | None = None,
     impl: dispatch.Impl | None = None,
 ) -> tuple[Array, RouterSums | None]:
     """Return the experts' weighted sum for h [B, T, D], in h's dtype, and the sums of this block.
@@ -60,21 +55,21 @@ def mlp(
     logits = jnp.matmul(
         h.astype(jnp.float32), p.router.astype(jnp.float32), precision=highest
     )  # [B, T, E]
-    on_shards = on_shards or _here
-    scores, chosen, gates = route(cfg, logits, p.router_bias, on_shards)
+    shards = shards or here()
+    scores, chosen, gates = route(cfg, logits, p.router_bias, shards)
     matrices = tuple(w if w is None else w.astype(h.dtype) for w in (p.w_gate, p.w_up, p.w_down))
     counted = None if weights is None else is_counted(weights, segment_ids)
     if counted is not None and cfg.capacity_factor:
-        out, kept = dispatch.limited(cfg, h, chosen, gates, matrices, counted, constrain)
+        out, kept = dispatch.limited(cfg, h, chosen, gates, matrices, counted, shards)
     else:
-        out, kept = _by_device(cfg, h, chosen, gates, matrices, on_shards, impl), None
+        out, kept = _by_device(cfg, h, chosen, gates, matrices, shards, impl), None
     if counted is None:
         return out, None
     return out, router_sums(cfg, logits, scores, chosen, weights, counted, kept)
 
 
 def route(
-    cfg: ModelConfig, logits: Array, bias: Array | None, on_shards: OnShards
+    cfg: ModelConfig, logits: Array, bias: Array | None, shards: Shards
 ) -> tuple[Array, Array, Array]:
     """Return scores [B, T, E], the k chosen experts [B, T, k] and their weights [B, T, k], float32.
 
@@ -86,7 +81,7 @@ def route(
     order = jax.lax.stop_gradient(scores if bias is None else scores + bias)
     # The partitioner does not split top_k: it would gather the scores of the whole batch.
     best = lambda order: jax.lax.top_k(order, cfg.experts_per_token)[1]  # noqa: E731
-    chosen = on_shards(best, (order,), (TOKENS,), TOKENS)
+    chosen = shards.on_shards(best, (order,), (TOKENS,), TOKENS)
     gates = jnp.take_along_axis(scores, chosen, axis=-1)
     if cfg.router_norm:
         gates = gates / (gates.sum(-1, keepdims=True) + 1e-20)  # k sigmoids may all be 0
@@ -147,7 +142,7 @@ def _by_device(
     chosen: Array,
     gates: Array,
     matrices: dispatch.Matrices,
-    on_shards: OnShards,
+    shards: Shards,
     impl: dispatch.Impl | None,
 ) -> Array:
     """Return `dispatch.dropless`, each device with its own rows and its part of every expert.
@@ -157,14 +152,9 @@ def _by_device(
     """
 
     def run(h: Array, chosen: Array, gates: Array, *matrices: Array | None) -> Array:
-        return dispatch.dropless(cfg, h, chosen, gates, matrices, impl)[None]
+        return dispatch.dropless(cfg, h, chosen, gates, matrices, platform, impl)[None]
 
-    into = (None, None, "mlp")
+    platform, into = shards.platform, (None, None, "mlp")
     axes = (TOKENS, TOKENS, TOKENS, into, into, (None, "mlp", None))
     # Devices that hold parts of F return parts of the sum.
-    return on_shards(run, (h, chosen, gates, *matrices), axes, ("mlp", *TOKENS)).sum(0)
-
-
-def _here(f: Callable[..., Array], arrays: tuple, axes: tuple, out_axes: tuple) -> Array:
-    """Return f(*arrays): the `on_shards` of a single device."""
-    return f(*arrays)
+    return shards.on_shards(run, (h, chosen, gates, *matrices), axes, ("mlp", *TOKENS)).sum(0)

@@ -1,31 +1,38 @@
 """The device mesh: six named axes, their sizes resolved and checked, and how a batch divides.
 
-`data` replicates parameters, `fsdp` splits them (both split the batch), `tensor` splits heads, MLP
-width and vocabulary; `context`, `expert` and `stage` have one device in this version. Axes are
-ordered from the slowest to the fastest links. Everything is refused here, before anything compiles.
+`data` replicates parameters, `fsdp` splits them, `tensor` splits heads, MLP width and vocabulary,
+`context` sequences, `expert` experts, `stage` layers; data, fsdp and expert split the rows of a
+batch. In a mesh the axes are ordered from the slowest to the fastest links. An axis may lie partly
+across slices (TPU slices, or groups of GPUs without NVLink between them): that part is its slowest.
+Everything is refused here, before anything compiles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxgpt.config import MeshConfig
+from jaxgpt import ramp
+from jaxgpt.config import Config, MeshConfig
 from jaxgpt.errors import ConfigError
+from jaxgpt.validation import MESH_AXES
 
-AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
-BATCH_AXES = ("data", "fsdp")  # split the rows of a batch
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")  # from slow to fast links
+BATCH_AXES = ("data", "fsdp", "expert")  # split the rows of a batch, the first most coarsely
+CROSS_SLICES = ("data", "stage", "fsdp")  # what lies across slices unless mesh.slow says it
 
 
 def axis_sizes(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Return the devices per axis, with -1 replaced by what remains.
+    """Return the devices per axis, with -1 replaced by what remains, in the order of `AXES`.
 
     Raises ConfigError when the sizes do not multiply to `num_devices`, naming both.
     """
-    sizes = {axis: getattr(cfg, axis) for axis in AXES}
+    sizes = {axis: getattr(cfg, axis) for axis in MESH_AXES}
     text = ", ".join(f"mesh.{axis} = {n}" for axis, n in sizes.items() if n != 1) or "all axes 1"
     if any(n == 0 or n < -1 for n in sizes.values()) or list(sizes.values()).count(-1) > 1:
         raise ConfigError(f"{text}: each axis is a number of devices, or -1 (once) for the rest")
@@ -37,24 +44,58 @@ def axis_sizes(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
             f"{text}: needs {wanted} devices, but there are {num_devices}; "
             "choose sizes whose product is that, or set one axis to -1"
         )
-    if late := {axis: n for axis, n in filled.items() if axis not in AXES[:3] and n != 1}:
-        axis, n = next(iter(late.items()))
-        raise ConfigError(f"mesh.{axis} = {n}: only 1 in this version; use data, fsdp, tensor")
-    return filled
+    return {axis: filled[axis] for axis in AXES}
+
+
+def slow_sizes(cfg: MeshConfig, sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:
+    """Return into how many slices each axis reaches; their product is `num_slices`.
+
+    Raises ConfigError where `mesh.slow` asks for another number, or nothing of it divides.
+    """
+    slow = dict(cfg.slow)
+    if not slow and num_slices > 1:
+        axis = next((a for a in CROSS_SLICES if sizes[a] % num_slices == 0), None)
+        if axis is None:
+            raise ConfigError(
+                f"the devices lie in {num_slices} slices, which divides none of "
+                + ", ".join(f"mesh.{a} = {sizes[a]}" for a in CROSS_SLICES)
+                + "; set mesh.slow = {axis = parts}, parts whose product is that"
+            )
+        slow = {axis: num_slices}
+    if (parts := math.prod(slow.values())) != num_slices:
+        raise ConfigError(
+            f"mesh.slow = {slow}: {parts} parts, but the devices lie in {num_slices} slices"
+        )
+    for axis, parts in slow.items():
+        if sizes[axis] % parts:
+            raise ConfigError(
+                f"mesh.slow.{axis} = {parts}: must divide mesh.{axis} = {sizes[axis]}"
+            )
+    return {axis: slow.get(axis, 1) for axis in sizes}
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return the mesh over `devices` (default: all devices of all processes).
 
-    Neighbours in `tensor`, then `fsdp`, are placed on the fastest links. Raises ConfigError as
-    `axis_sizes` does, and for devices of more than one TPU slice.
+    Neighbours in `tensor`, then `context`, are placed on the fastest links. Raises ConfigError as
+    `axis_sizes` and `slow_sizes` do.
     """
     devices = jax.devices() if devices is None else devices
+    sizes = axis_sizes(cfg, len(devices))
     slices = {getattr(device, "slice_index", 0) for device in devices}
-    if len(slices) > 1:
-        raise ConfigError(f"devices lie in {len(slices)} slices: this version runs on one slice")
-    shape = tuple(axis_sizes(cfg, len(devices)).values())
-    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+    slow = slow_sizes(cfg, sizes, len(slices))
+    types = (AxisType.Auto,) * len(AXES)
+    if len(slices) == 1:
+        return jax.make_mesh(tuple(sizes.values()), AXES, types, devices=devices)
+    return Mesh(arrange(devices, sizes, slow), AXES, axis_types=types)
+
+
+def arrange(
+    devices: Sequence[jax.Device], sizes: Mapping[str, int], slow: Mapping[str, int]
+) -> np.ndarray:
+    """Return devices of several slices as an array of `sizes`; see `slow_sizes`."""
+    fast = [sizes[axis] // slow[axis] for axis in sizes]
+    return mesh_utils.create_hybrid_device_mesh(fast, [slow[axis] for axis in sizes], devices)
 
 
 def batch_shards(mesh: Mesh | None) -> int:
@@ -64,7 +105,56 @@ def batch_shards(mesh: Mesh | None) -> int:
 
 def platform(mesh: Mesh | None) -> str:
     """Return the platform of the mesh's devices ("cpu", "gpu", "tpu"), or the default one."""
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    name = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def check_model(sizes: Mapping[str, int], cfg: Config) -> None:
+    """Raise ConfigError, with all reasons, unless the axes of a mesh divide what they split."""
+    if problems := [*_undivided(sizes, cfg), *_pipeline(sizes, cfg)]:
+        raise ConfigError(*problems)
+
+
+def _undivided(sizes: Mapping[str, int], cfg: Config) -> Iterator[str]:
+    m, context, expert = cfg.model, sizes["context"], sizes["expert"]
+    if context > 1 and m.seq_len % (2 * context):
+        yield (
+            f"model.seq_len = {m.seq_len}: must be a multiple of 2 x mesh.context = {2 * context}, "
+            "as each device takes an early and a late part of a sequence"
+        )
+    if expert > 1 and not m.num_experts:
+        yield f"mesh.expert = {expert}: the model has no experts; use mesh.fsdp"
+    elif m.num_experts % expert:
+        yield f"model.num_experts = {m.num_experts}: must be a multiple of mesh.expert = {expert}"
+
+
+def _pipeline(sizes: Mapping[str, int], cfg: Config) -> Iterator[str]:
+    m, stage, rounds = cfg.model, sizes["stage"], cfg.mesh.rounds
+    if stage == 1:
+        return
+    if not m.stacked:
+        yield f"mesh.stage = {stage}: needs model.stacked = true"
+    if m.aux_layers:
+        yield f"mesh.stage = {stage}: model.aux_layers must be empty"
+    if m.num_layers % (stage * rounds):
+        yield (
+            f"model.num_layers = {m.num_layers}: must be a multiple of mesh.stage x mesh.rounds = "
+            f"{stage * rounds}"
+        )
+    elif (
+        m.sliding_window and m.global_every and (m.num_layers // (stage * rounds)) % m.global_every
+    ):
+        yield (
+            f"model.global_every = {m.global_every}: must divide the "
+            f"{m.num_layers // (stage * rounds)} layers of a stage, so that all stages are alike"
+        )
+    for rows, key in ramp.batch_sizes(cfg.train).items():
+        micro = rows // (cfg.train.micro_batch or rows)
+        if rounds > 1 and micro < stage:
+            yield (
+                f"{key} = {rows}: {micro} micro-batches are fewer than mesh.stage = {stage}, which "
+                "mesh.rounds > 1 needs; lower train.micro_batch"
+            )
 
 
 def check_batch(
@@ -84,10 +174,14 @@ def check_batch(
         )
     if micro_rows % shards:
         name = key if micro_rows == global_batch else "train.micro_batch"
+        axes = " x ".join(
+            f"mesh.{axis} {mesh.shape[axis]}"
+            for axis in BATCH_AXES
+            if axis != "expert" or mesh.shape[axis] > 1
+        )
         problems.append(
             f"{name} = {micro_rows} rows do not divide over {shards} devices "
-            f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})"
-            f"{_over(processes)}; nearest: {_nearest(micro_rows, shards)}"
+            f"({axes}){_over(processes)}; nearest: {_nearest(micro_rows, shards)}"
         )
     if problems:
         raise ConfigError(*problems)

@@ -2,13 +2,15 @@
 
 Parameters name their axes in their specs, activations where they are made; only `RULES` knows mesh
 axes. A dimension that its mesh axes do not divide is kept whole on each device, and reported.
-Batches are [A, B, T]: B is split over data and fsdp, A (micro-batches in time) and T are whole.
+Batches are [A, B, T]: rows are split over data, fsdp and expert, sequences over context, and A
+(micro-batches in time) is whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.errors import ConfigError
 from jaxgpt.model.params import ParamSpec
+from jaxgpt.model.shards import Names
+from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel.mesh import BATCH_AXES, batch_shards
 
 Array = jax.Array
@@ -25,7 +29,7 @@ Array = jax.Array
 RULES: dict[str, tuple[str, ...]] = {
     # of parameters
     "vocab": ("tensor",),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "expert"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -34,6 +38,8 @@ RULES: dict[str, tuple[str, ...]] = {
     # of activations, whose width is never split, so that norms stay local
     "batch": BATCH_AXES,
     "seq": ("context",),
+    "replicas": ("data",),
+    "stages": ("stage",),  # what the stages of a pipeline compute at the same time
 }
 
 
@@ -48,13 +54,20 @@ class Unsharded(NamedTuple):
     bytes: int  # what each device holds of the parameter, in float32
 
 
-def partition(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
-    """Return how an array is split: by `RULES`, where the size divides, each mesh axis once."""
-    used: set[str] = set()
+def partition(
+    mesh: Mesh, shape: tuple[int, ...], axes: Names, taken: tuple[str, ...] = ()
+) -> PartitionSpec:
+    """Return how an array is split: by `RULES`, where the size divides, each mesh axis once.
+
+    An axis of the array takes what those before it have left: the width of an expert's matrix is
+    split over fsdp alone, as its experts have taken the axis expert. `taken` are mesh axes that
+    split something around the array.
+    """
+    used = set(taken)
     entries: list[tuple[str, ...] | None] = []
     for size, axis in zip(shape, axes, strict=True):
-        names = _wanted(mesh, axis)
-        fits = names and not used & set(names) and size % _parts(mesh, names) == 0
+        names = tuple(name for name in _wanted(mesh, axis) if name not in used)
+        fits = names and size % _parts(mesh, names) == 0
         entries.append(names if fits else None)
         used |= set(names) if fits else set()
     return PartitionSpec(*entries)
@@ -114,8 +127,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of [A, B, T]: rows over data and fsdp."""
-    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+    """Return the sharding of [A, B, T]: rows over data, fsdp and expert, sequences over context."""
+    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, "context"))
 
 
 def rows_of_process(mesh: Mesh, micro_rows: int) -> slice:
@@ -123,11 +136,13 @@ def rows_of_process(mesh: Mesh, micro_rows: int) -> slice:
 
     Raises ConfigError when they are not one contiguous range, as a batch is read by range.
     """
-    shards, columns = batch_shards(mesh), mesh.shape["fsdp"]
+    shards = batch_shards(mesh)
+    batch = [mesh.axis_names.index(axis) for axis in BATCH_AXES]
+    sizes = [mesh.devices.shape[i] for i in batch]
     held = sorted(
         {
-            data * columns + part
-            for (data, part, *_), device in np.ndenumerate(mesh.devices)
+            int(np.ravel_multi_index([place[i] for i in batch], sizes))
+            for place, device in np.ndenumerate(mesh.devices)
             if device.process_index == jax.process_index()
         }
     )
@@ -149,56 +164,87 @@ def to_global(mesh: Mesh, batch: Any) -> Any:
     here = rows_of_process(mesh, shards)
 
     def place(local: Any) -> Array:
-        A, rows, *rest = local.shape
+        A, rows, T = local.shape
         if here.stop - here.start == shards:
             return jax.device_put(local, sharding)
-        shape = (A, rows * shards // (here.stop - here.start), *rest)
-        return jax.make_array_from_process_local_data(sharding, local, shape)
+        B = rows * shards // (here.stop - here.start)
+        first = here.start * B // shards
+
+        def part(index: tuple[slice, ...]) -> Any:
+            micro, row, token = index
+            return local[micro, (row.start or 0) - first : (row.stop or B) - first, token]
+
+        return jax.make_array_from_callback((A, B, T), sharding, part)
 
     return jax.tree.map(place, batch)
 
 
-def constrain(x: Array, axes: tuple[str | None, ...], *, mesh: Mesh | None) -> Array:
-    """Return x, which the compiler must place by the rules for its logical `axes`.
+@dataclass(frozen=True)
+class Placement:
+    """The devices of a mesh, as a model sees them: see `model.shards.Shards`.
 
-    Without a mesh, or on one device, x as it is. A dimension that does not divide is whole.
+    `taken` are mesh axes that a surrounding `jax.vmap(..., spmd_axis_name=...)` splits. Without a
+    mesh, or on one device, everything is whole.
     """
-    if mesh is None or mesh.size == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition(mesh, x.shape, axes)))
 
+    mesh: Mesh | None
+    taken: tuple[str, ...] = ()
 
-def on_shards(
-    f: Callable[..., Array],
-    arrays: tuple[Array | None, ...],
-    axes: tuple[tuple[str | None, ...], ...],
-    out_axes: tuple[str | None, ...],
-    *,
-    mesh: Mesh | None,
-) -> Array:
-    """Return f(*arrays), which each device computes from the part of the arrays that it holds.
+    @property
+    def platform(self) -> str:
+        return meshes.platform(self.mesh)
 
-    `axes` name those of each array, `out_axes` those of the result; a name is split by the rules if
-    it divides in all arrays that have it, and is whole otherwise. Nothing is exchanged inside. A
-    name that only some arrays have, as one that f sums over, must be an axis of the result too:
-    of size 1 from each device, so that the caller adds the parts.
-    """
-    if mesh is None or mesh.size == 1:
-        return f(*arrays)
-    split = {}
-    for array, names in zip(arrays, axes, strict=True):
-        for size, name in zip(array.shape if array is not None else (), names, strict=False):
-            wanted = split.get(name, _wanted(mesh, name))
-            split[name] = wanted if size % _parts(mesh, wanted) == 0 else ()
+    def split(self, name: str) -> int:
+        return 1 if self.mesh is None else _parts(self.mesh, self._axes(name))
 
-    def spec(names: tuple[str | None, ...]) -> PartitionSpec:
-        return PartitionSpec(*(split[name] or None for name in names))
+    def constrain(self, x: Array, names: Names) -> Array:
+        if self.mesh is None or self.mesh.size == 1:
+            return x
+        spec = partition(self.mesh, x.shape, names, self.taken)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-    # Outputs name every axis that splits an input, so gradients are right without checked types.
-    in_specs = tuple(spec(names) for names in axes)
-    return jax.shard_map(
-        f, mesh=mesh, in_specs=in_specs, out_specs=spec(out_axes), check_vma=False
-    )(*arrays)
+    def on_shards(
+        self,
+        f: Callable[..., Any],
+        arrays: tuple[Array | None, ...],
+        names: tuple[Names, ...],
+        out_names: Names | tuple[Names, ...],
+        exchange: tuple[str, ...] = (),
+    ) -> Any:
+        if self.mesh is None or self.mesh.size == 1:
+            return f(*arrays, dict.fromkeys(exchange, ())) if exchange else f(*arrays)
+        split: dict[str | None, tuple[str, ...]] = {}
+        for array, of_array in zip(arrays, names, strict=True):
+            for size, name in zip(() if array is None else array.shape, of_array, strict=False):
+                wanted = split.get(name, self._axes(name))
+                split[name] = wanted if size % _parts(self.mesh, wanted) == 0 else ()
+
+        def spec(of_array: Names) -> PartitionSpec:
+            used: set[str] = set()
+            entries = []
+            for name in of_array:
+                axes = tuple(axis for axis in split.get(name, ()) if axis not in used)
+                used |= set(axes)
+                entries.append(axes or None)
+            return PartitionSpec(*entries)
+
+        if exchange:
+            axes = {name: split.get(name, ()) for name in exchange}
+            inner = f
+            f = lambda *parts: inner(*parts, axes)  # noqa: E731
+        several = bool(out_names) and isinstance(out_names[0], tuple)
+        # Outputs name every axis that splits an input, or f has summed over it, so gradients are
+        # right without checked types.
+        return jax.shard_map(
+            f,
+            mesh=self.mesh,
+            in_specs=tuple(spec(of_array) for of_array in names),
+            out_specs=tuple(map(spec, out_names)) if several else spec(out_names),
+            check_vma=False,
+        )(*arrays)
+
+    def _axes(self, name: str | None) -> tuple[str, ...]:
+        return tuple(axis for axis in _wanted(self.mesh, name) if axis not in self.taken)
 
 
 def _wanted(mesh: Mesh, axis: str | None) -> tuple[str, ...]:

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxgpt.parallel.mesh import batch_shards, platform
-from jaxgpt.parallel.sharding import constrain
+from jaxgpt.model.shards import Shards, here
 
 Array = jax.Array
 
 NOTHING = (np.float32(0),) * 4  # the sums of no tokens, see `_sums`
-SPLIT_HEAD = ("batch", "vocab", None)  # logical axes of the head gradient's partial sums [S, V, D]
+# Logical axes of the head, and of its gradient's partial sums [S, C, V, D].
+HEAD, PARTIAL = ("vocab", "embed"), ("vocab", None)
 
 
 class LossSums(NamedTuple):
@@ -46,7 +45,8 @@ class _Options(NamedTuple):
     dtype: Any
     logits_dtype: Any  # of their product; they are float32 from there on
     chunk: int  # positions (of T) per chunk
-    mesh: Mesh | None
+    shards: Shards
+    rows: str  # logical name of the axis of rows
 
 
 def next_token_sums(
@@ -61,7 +61,8 @@ def next_token_sums(
     dtype: DTypeLike = jnp.float32,
     logits_dtype: DTypeLike | None = None,
     chunk: int | None = None,
-    mesh: Mesh | None = None,
+    shards: Shards | None = None,
+    rows: str = "batch",
 ) -> LossSums:
     """Return the weighted sums of -log softmax(logits)[target], nats, and of the weights.
 
@@ -73,26 +74,23 @@ def next_token_sums(
     neither target nor hidden state has any effect, whatever they are; a target outside [0, V) with
     a weight makes the loss NaN, for JAX would wrap it silently. Gradients flow to hidden and head
     only. `chunk`: tokens per chunk on each device; None: `chunk_tokens`; 0: all at once, by
-    ordinary differentiation. With a mesh the rows are split by its rules.
+    ordinary differentiation. With `shards` each device computes the loss of the tokens it holds;
+    `rows` is the logical name of B.
     """
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     used = weights != 0
     hidden = jnp.where(used[..., None], hidden, 0)
     targets = jnp.where(used, targets, 0)
-    B, T, _ = hidden.shape
-    positions = T
-    if chunk != 0:
-        tokens = chunk or chunk_tokens(head.shape[0], platform(mesh))
-        mesh = None if B % batch_shards(mesh) else mesh  # rows that do not divide stay whole
-        positions = _positions(T, tokens * batch_shards(mesh) // B)
+    shards = shards or here()
     opt = _Options(
         z_loss=float(z_loss),
         smoothing=float(label_smoothing),
         softcap=float(softcap),
         dtype=jnp.dtype(dtype),
         logits_dtype=jnp.dtype(logits_dtype or dtype),
-        chunk=positions,
-        mesh=mesh,
+        chunk=_positions(hidden.shape, head.shape[0], chunk, shards, rows),
+        shards=shards,
+        rows=rows,
     )
     with jax.named_scope("loss"):
         if chunk == 0:
@@ -112,6 +110,7 @@ def token_losses(
     dtype: DTypeLike = jnp.float32,
     logits_dtype: DTypeLike | None = None,
     chunk: int | None = None,
+    shards: Shards | None = None,
 ) -> Array:
     """Return the cross-entropy of each token, [B, T] float32 nats; 0 where the weight is 0.
 
@@ -120,25 +119,25 @@ def token_losses(
     used = weights != 0
     hidden = jnp.where(used[..., None], hidden, 0)
     targets = jnp.where(used, targets, 0)
-    B, T, _ = hidden.shape
-    tokens = chunk or chunk_tokens(head.shape[0], platform(None))
+    shards = shards or here()
     opt = _Options(
         z_loss=0.0,
         smoothing=0.0,
         softcap=float(softcap),
         dtype=jnp.dtype(dtype),
         logits_dtype=jnp.dtype(logits_dtype or dtype),
-        chunk=_positions(T, tokens // B),
-        mesh=None,
+        chunk=_positions(hidden.shape, head.shape[0], chunk, shards, "batch"),
+        shards=shards,
+        rows="batch",
     )
-    head = head.astype(opt.dtype)
+    hidden, head, t, _ = _prepare(hidden, head, targets, weights, opt)
 
     def body(carry: None, part: tuple[Array, ...]) -> tuple[None, Array]:
         logits, _ = _logits(part[0], head, opt)
         return carry, _token_terms(logits, part[1])[0]
 
-    _, losses = _scan(body, None, (hidden, targets), opt.chunk)
-    return jnp.where(used, losses, 0.0)
+    _, losses = _scan(body, None, (hidden, t), opt.chunk)
+    return jnp.where(used, _join(losses, targets.shape), 0.0)
 
 
 def chunk_tokens(vocab_size: int, platform: str) -> int:
@@ -152,9 +151,20 @@ def chunk_tokens(vocab_size: int, platform: str) -> int:
     return max(least, mebibytes * 2**20 // (4 * vocab_size))
 
 
-def _positions(T: int, most: int) -> int:
-    """Return the positions per chunk, at most `most`, that make the chunks of T nearly equal."""
-    return -(-T // -(-T // max(1, most)))
+def _positions(
+    shape: tuple[int, ...], vocab_size: int, chunk: int | None, shards: Shards, rows: str
+) -> int:
+    """Return the positions per chunk of a device's part of [B, T, D]; the chunks nearly equal."""
+    S, C = _parts(shape, shards, rows)
+    B, T = shape[0] // S, shape[1] // C
+    most = max(1, (chunk or chunk_tokens(vocab_size, shards.platform)) // B)
+    return -(-T // -(-T // most))
+
+
+def _parts(shape: tuple[int, ...], shards: Shards, rows: str) -> tuple[int, int]:
+    """Return into how many parts B and T are split; what does not divide stays whole."""
+    S, C = shards.split(rows), shards.split("seq")
+    return (1 if shape[0] % S else S), (1 if shape[1] % C else C)
 
 
 def _logits(hidden: Array, head: Array, opt: _Options) -> tuple[Array, Array]:
@@ -226,16 +236,18 @@ def _chunked_forward(
         grad = w[..., None] * (jnp.exp(logits - lse) * scale - wanted)
         if opt.softcap:
             grad = grad * (1.0 - jnp.square(jnp.tanh(raw / opt.softcap)))
-        grad = grad.astype(opt.dtype)  # [S, b, t, V]
-        h_grad = jnp.einsum("sbtv,vd->sbtd", grad, cast)
-        # A partial sum per shard of the rows: devices meet once, after the last chunk.
-        head_grad = head_grad + jnp.einsum("sbtv,sbtd->svd", grad, h).astype(jnp.float32)
-        return (sums, _place(head_grad, SPLIT_HEAD, opt)), h_grad
+        grad = grad.astype(opt.dtype)  # [S, C, b, t, V]
+        h_grad = jnp.einsum("...v,vd->...d", grad, cast)
+        # A partial sum per shard of the tokens: devices meet once, after the last chunk.
+        head_grad = head_grad + jnp.einsum("scbtv,scbtd->scvd", grad, h).astype(jnp.float32)
+        return (sums, _place(head_grad, opt, PARTIAL)), h_grad
 
-    start = _place(jnp.zeros((h.shape[0], *head.shape), jnp.float32), SPLIT_HEAD, opt)
+    start = _place(jnp.zeros((*h.shape[:2], *head.shape), jnp.float32), opt, PARTIAL)
     (sums, head_grad), h_grad = _scan(body, (NOTHING, start), (h, t, w), opt.chunk)
-    h_grad = h_grad.reshape(hidden.shape).astype(hidden.dtype)
-    return sums, (h_grad, head_grad.sum(0).astype(head.dtype))
+    h_grad = _join(h_grad, hidden.shape).astype(hidden.dtype)
+    # Placed as the head itself, the sum over devices is a reduce-scatter.
+    head_grad = opt.shards.constrain(head_grad.sum((0, 1)), HEAD)
+    return sums, (h_grad, head_grad.astype(head.dtype))
 
 
 def _chunked_backward(
@@ -252,19 +264,29 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 def _prepare(
     hidden: Array, head: Array, targets: Array, weights: Array, opt: _Options
 ) -> tuple[Array, Array, Array, Array]:
-    """Cast once, gather the head over fsdp once, and show the shards of the rows as an axis S."""
-    S = batch_shards(opt.mesh)
+    """Cast once, gather the head over fsdp once, and show the devices' parts: [S, C, b, t, ...].
+
+    S are the shards of the rows, C those of a row.
+    """
+    S, C = _parts(hidden.shape, opt.shards, opt.rows)
 
     def split(x: Array) -> Array:
-        x = x.reshape(S, x.shape[0] // S, *x.shape[1:])  # [S, b, T, ...]
-        return _place(x, ("batch", *(None,) * (x.ndim - 1)), opt)
+        B, T, *rest = x.shape
+        x = x.reshape(S, B // S, C, T // C, *rest).swapaxes(1, 2)  # [S, C, b, t, ...]
+        return _place(x, opt, (None,) * (x.ndim - 2))
 
-    head = _place(head.astype(opt.dtype), ("vocab", None), opt)
+    head = opt.shards.constrain(head.astype(opt.dtype), PARTIAL)
     return split(hidden.astype(opt.dtype)), head, split(targets), split(weights)
 
 
-def _place(x: Array, axes: tuple[str | None, ...], opt: _Options) -> Array:
-    return constrain(x, axes, mesh=opt.mesh)
+def _join(x: Array, shape: tuple[int, ...]) -> Array:
+    """Return [S, C, b, t, ...] as `shape`, which is [B, T, ...]."""
+    return x.swapaxes(1, 2).reshape(shape)
+
+
+def _place(x: Array, opt: _Options, names: tuple[str | None, ...]) -> Array:
+    """Place [S, C, ...], of which `names` are the axes after these two."""
+    return opt.shards.constrain(x, (opt.rows, "seq", *names))
 
 
 def _add(sums: tuple[Array, ...], more: tuple[Array, ...]) -> tuple[Array, ...]:

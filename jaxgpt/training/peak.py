@@ -22,25 +22,10 @@ import jaxlib
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxgpt import runtime
+from jaxgpt import chips
+from jaxgpt.runtime import processor
 from jaxgpt.training.step import compiler_options
 
-# Dense bfloat16 TFLOP/s of one JAX device (a chip; half a chip for TPU7x, whose two cores are two
-# devices), from the makers' data sheets. Sparse or 8-bit figures would halve every utilisation.
-PUBLISHED = {
-    "NVIDIA A100-SXM4-40GB": 312.0,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA H100 80GB HBM3": 989.0,
-    "NVIDIA H200": 989.0,
-    "TPU v4": 275.0,
-    "TPU v5 lite": 197.0,
-    "TPU v5e": 197.0,
-    "TPU v5": 459.0,
-    "TPU v5p": 459.0,
-    "TPU v6 lite": 918.0,
-    "TPU v6e": 918.0,
-    "TPU7x": 1153.5,
-}
 # Rows, depth and columns of the products timed; the small ones stay in a CPU's cache.
 CPU_SHAPES = ((512, 768, 3072), (1024, 1024, 1024), (2048, 1024, 1024))
 ACCELERATOR_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
@@ -61,11 +46,12 @@ def measure_matmul_peak(dtype: DTypeLike, devices: Sequence[jax.Device]) -> Peak
     """
     name = np.dtype(dtype).name
     kind, platform = devices[0].device_kind, devices[0].platform
-    if platform != "cpu" and name == "bfloat16" and kind in PUBLISHED:
+    chip = chips.by_kind(kind)
+    if name == "bfloat16" and chip is not None:
         source = f"published dense bfloat16 peak of {kind} x {len(devices)}"
-        return Peak(PUBLISHED[kind] * 1e12 * len(devices), source)
+        return Peak(chip.flops * len(devices), source)
     count = len({d.process_index for d in devices}) if platform == "cpu" else len(devices)
-    hardware = f"{runtime.num_cores()} CPU cores" if platform == "cpu" else kind
+    hardware = f"{processor.num_cores()} CPU cores" if platform == "cpu" else kind
     source = f"best {name} matmul measured on {hardware}" + (f" x {count}" if count > 1 else "")
     return Peak(_best_rate(name, platform) * count, source)
 
@@ -74,11 +60,11 @@ def measure_matmul_peak(dtype: DTypeLike, devices: Sequence[jax.Device]) -> Peak
 def _best_rate(dtype: str, platform: str) -> float:
     """Return the best rate, FLOP/s, of one device: timed now, or in an earlier process here."""
     device = jax.local_devices(backend=platform)[0]
-    hardware = f"{runtime.cpu_key()}x{runtime.num_cores()}"
+    hardware = f"{processor.cpu_key()}x{processor.num_cores()}"
     if platform != "cpu":
         hardware = device.device_kind
     key = f"{hardware} jaxlib {jaxlib.__version__} {dtype}"
-    folder, _ = runtime.cache_folder()
+    folder, _ = processor.cache_folder()
     known = _read_rates(folder / "matmul_peak.json") if folder else {}
     rate = _matmul_rate(dtype, device, seconds=0.15 if key in known else 0.5)
     if folder and rate > known.get(key, 0.0):

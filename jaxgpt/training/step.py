@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
 from jaxgpt.model import gpt
+from jaxgpt.model import params as parameters
 from jaxgpt.model.params import Params
-from jaxgpt.parallel.mesh import check_batch, platform
-from jaxgpt.parallel.sharding import batch_sharding, constrain, on_shards, replicated
+from jaxgpt.parallel.mesh import check_batch, check_model, platform
+from jaxgpt.parallel.sharding import Placement, batch_sharding, replicated
 from jaxgpt.training import routing
 from jaxgpt.training.audit import rows_digest
 from jaxgpt.training.loss import next_token_sums
@@ -101,42 +102,61 @@ def gradients(
     """
     A, B, _ = batch.tokens.shape
     seed = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
-    loss = functools.partial(_loss, cfg, mesh=mesh, chunk=chunk)
-    differentiate = jax.value_and_grad(loss, has_aux=True)
+    # With several micro-batches each replica sums its own gradients, and they meet once, at the
+    # end. Left to the partitioner they would meet after each micro-batch.
+    replicas = 1 if mesh is None or A == 1 else mesh.shape["data"]
+    shards = Placement(mesh, ("data",) if replicas > 1 else ())
+    differentiate = jax.value_and_grad(functools.partial(_loss, cfg, shards, chunk), has_aux=True)
 
-    def one(micro: Batch, index: Array | int) -> tuple[Params, Metrics]:
-        keys = None
-        if cfg.model.dropout:
-            rows = index * B + jnp.arange(B)  # of the global batch
-            keys = jax.vmap(lambda row: jax.random.fold_in(seed, row))(rows)
-        (_, sums), grads = differentiate(params, micro, keys)
+    def one(micro: Batch, rows: Array) -> tuple[Params, Metrics]:
+        keys = jax.vmap(lambda row: jax.random.fold_in(seed, row))(rows)
+        (_, sums), grads = differentiate(params, micro, keys if cfg.model.dropout else None)
         return grads, sums
 
+    rows = jnp.arange(A * B).reshape(A, B)  # of the global batch
     if A == 1:
-        return one(jax.tree.map(lambda x: x[0], batch), 0)
+        return one(jax.tree.map(lambda x: x[0], batch), rows[0])
+    if replicas > 1:
+        one = jax.vmap(one, spmd_axis_name="data")
+        batch, rows = jax.tree.map(
+            lambda x: x.reshape(A, replicas, B // replicas, *x.shape[2:]), (batch, rows)
+        )
 
     def body(carry: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
         return jax.tree.map(lambda total, new: total + new, carry, one(*part)), None
 
     # float32 sums whatever the parameters' dtype; they start as zeros, not as a first micro-batch
     # outside of the loop, which would compile the model twice.
-    start = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batch), 0)
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), start)
-    return jax.lax.scan(body, start, (batch, jnp.arange(A)))[0]
+    start = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], (batch, rows)))
+    grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), start)
+    start = _placed(cfg, mesh, grads, "replicas" if replicas > 1 else ""), sums
+    (grads, sums), _ = jax.lax.scan(body, start, (batch, rows))
+    if replicas > 1:
+        grads, sums = jax.tree.map(lambda x: x.sum(0), (grads, sums))
+        grads = _placed(cfg, mesh, grads)
+    return grads, sums
+
+
+def _placed(cfg: Config, mesh: Mesh | None, grads: Params, lead: str = "") -> Params:
+    """Return gradients, each where its parameter lies; `lead` names an axis before its own."""
+    place = Placement(mesh).constrain
+    names = (lead,) if lead else ()
+    return jax.tree.map(
+        lambda spec, x: place(x, (*names, *spec.axes)), parameters.specs(cfg.model), grads
+    )
 
 
 def _loss(
     cfg: Config,
+    shards: Placement,
+    chunk: int | None,
     params: Params,
     batch: Batch,
     keys: Array | None,
-    *,
-    mesh: Mesh | None,
-    chunk: int | None,
 ) -> tuple[Array, Metrics]:
     """Return (total, sums) of one micro-batch [B, T]."""
     dtype = jnp.dtype(cfg.train.compute_dtype)
-    params = _whole_rows(params, mesh)
+    chosen = cfg.train.attention
     hidden, taps, router = gpt.forward(
         cfg.model,
         params,
@@ -146,8 +166,8 @@ def _loss(
         positions=batch.positions,
         dtype=dtype,
         dropout_key=keys,
-        constrain=functools.partial(constrain, mesh=mesh),
-        on_shards=functools.partial(on_shards, mesh=mesh),
+        impl=None if chosen == "auto" else chosen,
+        shards=shards,
     )
     loss = functools.partial(
         next_token_sums,
@@ -160,7 +180,7 @@ def _loss(
         dtype=dtype,
         logits_dtype=logits_dtype(cfg),
         chunk=chunk,
-        mesh=mesh,
+        shards=shards,
     )
     main = loss(hidden)
     total = main.total
@@ -189,21 +209,6 @@ def logits_dtype(cfg: Config) -> Any:
     return jnp.dtype(cfg.train.compute_dtype if compute else jnp.float32)
 
 
-def _whole_rows(params: Params, mesh: Mesh | None) -> Params:
-    """Gather the rows of the embeddings on each device, where a mesh splits them.
-
-    Otherwise the compiler may gather the looked-up rows of the whole global batch instead.
-    """
-    if mesh is None:
-        return params
-    place = functools.partial(constrain, mesh=mesh)
-    pos = params.pos_embed
-    return params.replace(
-        embed=place(params.embed, ("vocab", None)),
-        pos_embed=None if pos is None else place(pos, (None, None)),
-    )
-
-
 def make_train_step(cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: TrainState) -> Any:
     """Return `train_step` compiled for a mesh: `(state, batch) -> (state, metrics)`.
 
@@ -212,6 +217,7 @@ def make_train_step(cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: Tr
     divide.
     """
     check_batch(mesh, cfg.train.global_batch, cfg.train.micro_rows)
+    check_model(mesh.shape, cfg)
     return jax.jit(
         functools.partial(train_step, cfg, optimizer, mesh=mesh),
         in_shardings=(shardings, batch_sharding(mesh)),

@@ -152,8 +152,6 @@ def test_the_balance_loss_of_a_row_is_that_of_transformers_for_each_choice():
     layer, ids = params.layers[0], expected["ids"][:1]
     h = params.embed[ids]
     right = load_balancing_loss_func((torch.tensor(np.asarray(h[0] @ layer.router)),), 4, 2)
-    _, sums = moe.mlp(
-        cfg, layer, h, weights=jnp.ones(ids.shape), segment_ids=None, constrain=lambda x, axes: x
-    )
+    _, sums = moe.mlp(cfg, layer, h, weights=jnp.ones(ids.shape), segment_ids=None)
     # Transformers adds up the shares of first and second choices; here those of both sum to 1.
     assert float(sums.balance) / ids.size == pytest.approx(float(right) / 2, rel=1e-6)

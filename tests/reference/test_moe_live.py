@@ -19,7 +19,7 @@ P = random_params(CFG).layers[0]
 
 def sums(cfg, p=P) -> tuple[np.ndarray, moe.RouterSums]:
     weights = jnp.ones(H.shape[:2])
-    return moe.mlp(cfg, p, H, weights=weights, segment_ids=None, constrain=lambda x, axes: x)
+    return moe.mlp(cfg, p, H, weights=weights, segment_ids=None)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

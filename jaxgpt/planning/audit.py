@@ -1,0 +1,313 @@
+"""What must and must not stand in the compiled text of the train step.
+
+Each check gives findings of one line, which name the instruction, its bytes and mesh axes; none
+means that the step is as meant. Sizes are compared with those of the state's leaves, so nothing
+here knows the model's form.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxgpt.config import Config
+from jaxgpt.planning import hlo
+from jaxgpt.planning.collectives import Collective
+
+# What the child prints on stderr before it compiles: lines before it are of other programs.
+BEGIN = "jaxgpt: compiling the train step"
+INVOLUNTARY = re.compile(r"[Ii]nvoluntary full rematerialization.*")
+# Name of an attention implementation -> what stands in the text for it.
+KERNELS = {"splash": "splash", "cudnn": "__cudnn$fmha"}
+# Smaller exchanges are sums of losses and counters, not gradients.
+SMALL = 64 * 1024
+# These name a buffer that another instruction has made.
+PASS_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"}
+
+
+class Finding(NamedTuple):
+    """Something that should not be: which check, of what instruction, how large, over which axes.
+
+    `bytes` are of the buffer, or sent by each device per step.
+    """
+
+    check: str
+    instruction: str
+    bytes: int
+    axes: tuple[str, ...]
+    line: str
+
+
+class Leaf(NamedTuple):
+    """A leaf of the state, whole and as one device holds it."""
+
+    path: str  # such as params/layers/wq
+    dtype: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+
+    @property
+    def local_bytes(self) -> int:
+        return hlo.num_bytes(f"{_hlo_type(self.dtype)}[{','.join(map(str, self.local))}]")
+
+
+class Facts(NamedTuple):
+    """What the checks compare with. `mesh`: axis sizes. `chunk_tokens`: of the loss, per device."""
+
+    mesh: Mapping[str, int]
+    leaves: tuple[Leaf, ...]
+    num_layers: int
+    stacked: bool
+    vocab_size: int
+    half: bool  # compute dtype has 16 bits
+    micro_batches: int
+    chunk_tokens: int
+    kernel: str | None  # what stands for the attention kernel; None: none is expected
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the state on each device."""
+        return sum(leaf.local_bytes for leaf in self.leaves)
+
+    @property
+    def matrices(self) -> tuple[Leaf, ...]:
+        """Return the parameters that are matrices, per layer."""
+        stacked = [leaf for leaf in self.leaves if leaf.path.startswith("params/")]
+        return tuple(leaf for leaf in stacked if len(leaf.shape) - self.is_stacked(leaf) >= 2)
+
+    def is_stacked(self, leaf: Leaf) -> bool:
+        """Tell whether a parameter holds all layers."""
+        return self.stacked and "/layers" in leaf.path
+
+    @property
+    def smallest_matrix(self) -> int:
+        """Return the elements that a device holds of the smallest weight matrix of one layer."""
+        sizes = (
+            math.prod(leaf.local) // (leaf.local[0] if self.is_stacked(leaf) else 1)
+            for leaf in self.matrices
+        )
+        return min(sizes, default=0)
+
+
+def facts(
+    cfg: Config,
+    mesh: Mapping[str, int],
+    leaves: Sequence[tuple[str, str, tuple[int, ...], tuple[int, ...]]],
+    *,
+    chunk_tokens: int,
+    attention: str,
+) -> Facts:
+    """Return what is known of a step; `attention`: the implementation that it was told to use."""
+    return Facts(
+        mesh=mesh,
+        leaves=tuple(Leaf(*leaf) for leaf in leaves),
+        num_layers=cfg.model.num_layers,
+        stacked=cfg.model.stacked,
+        vocab_size=cfg.model.vocab_size,
+        half=cfg.train.compute_dtype == "bfloat16",
+        micro_batches=cfg.train.accum_steps,
+        chunk_tokens=chunk_tokens,
+        kernel=KERNELS.get(attention),
+    )
+
+
+def findings(
+    program: hlo.Program, found: Sequence[Collective], known: Facts
+) -> tuple[Finding, ...]:
+    """Return everything that is wrong with a compiled step, in the order of the checks below."""
+    return (
+        *full_logits(program, known),
+        *not_donated(program, known),
+        *gathered_stacks(found, known),
+        *gathered_float32(found, known),
+        *reduced_whole(found, known),
+        *data_in_micro_batches(found, known),
+        *missing_kernel(program, known),
+    )
+
+
+def full_logits(program: hlo.Program, known: Facts) -> Iterator[Finding]:
+    """Find float32 buffers [tokens, vocabulary] of more tokens than the loss has in a chunk.
+
+    Also those whose vocabulary is split over `tensor`, as long as it divides.
+    """
+    tensor = known.mesh.get("tensor", 1)
+    widths = {known.vocab_size, known.vocab_size // tensor}
+    weights = {tuple(sorted(leaf.local)) for leaf in known.leaves}
+    weights |= {tuple(sorted(leaf.shape)) for leaf in known.leaves}
+    inside = _fused(program)
+    for computation, lines in program.computations.items():
+        if computation in inside or not program.runs[computation]:
+            continue
+        for line in lines:
+            for dtype, dims in hlo.arrays(line.shape) if line.opcode not in PASS_ON else ():
+                real = tuple(size for size in dims if size > 1)
+                width = next((size for size in real if size in widths), 0)
+                if dtype != "f32" or not width or tuple(sorted(real)) in weights:
+                    continue
+                tokens = math.prod(real) // width
+                if tokens > known.chunk_tokens:
+                    size = 4 * math.prod(dims)
+                    yield Finding(
+                        "full_logits", line.name, size, (),
+                        f"{line.name}: float32 logits of {tokens:,} tokens, {_size(size)}; the "
+                        f"loss works in chunks of {known.chunk_tokens:,} ({line.op_name})",
+                    )  # fmt: skip
+
+
+def not_donated(program: hlo.Program, known: Facts) -> Iterator[Finding]:
+    """Find leaves of the state whose buffer is not reused for the new state."""
+    start = program.header.find("input_output_alias={")
+    block = program.header[start : program.header.find(" }", start)] if start >= 0 else ""
+    donated = {int(number) for number in re.findall(r"\((\d+), \{", block)}
+    for number, leaf in enumerate(known.leaves):
+        if number not in donated:
+            yield Finding(
+                "not_donated", leaf.path, leaf.local_bytes, (),
+                f"{leaf.path}: {_size(leaf.local_bytes)} per device are not donated",
+            )  # fmt: skip
+
+
+def gathered_stacks(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
+    """Find all-gathers of a parameter of all layers at once, where a layer at a time would do."""
+    if known.num_layers < 2:
+        return
+    stacks = [leaf for leaf in known.matrices if known.is_stacked(leaf)]
+    for one in found:
+        if one.kind != "all-gather" or known.num_layers not in one.shape[:2]:
+            continue
+        leaf = next((s for s in stacks if math.prod(s.local) * one.group == _count(one)), None)
+        if leaf is not None:
+            yield _exchange(
+                "gathered_stack", one, f"gathers {leaf.path} of all {known.num_layers} layers"
+            )
+
+
+def gathered_float32(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
+    """Find weights that are gathered as float32, though they are computed with as bfloat16."""
+    if not known.half:
+        return
+    for one in found:
+        if (
+            one.kind == "all-gather"
+            and one.dtype == "f32"
+            and _over_weights(one, known)
+            and any(_gathers(one, leaf, known) for leaf in known.matrices)
+        ):
+            yield _exchange("gathered_float32", one, "gathers a float32 weight; cast it first")
+
+
+def reduced_whole(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
+    """Find gradients of split weights that every device gets whole: twice the bytes, and memory."""
+    for one in found:
+        if (
+            one.kind == "all-reduce"
+            and _over_weights(one, known)
+            and _count(one) >= known.smallest_matrix * one.group
+            and one.whole_bytes > SMALL
+        ):
+            yield _exchange("reduced_whole", one, "all-reduces what should be reduce-scattered")
+
+
+def data_in_micro_batches(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
+    """Find exchanges over `data` that are made for each micro-batch, not once a step."""
+    if known.micro_batches < 2:
+        return
+    for one in found:
+        often = one.runs >= known.micro_batches - 1 and one.runs > 1
+        if "data" in one.axes and often and one.whole_bytes > SMALL:
+            yield _exchange("data_in_micro_batch", one, f"runs {one.runs} times a step over data")
+
+
+def missing_kernel(program: hlo.Program, known: Facts) -> Iterator[Finding]:
+    """Find that the attention kernel is not there: then it is computed by score matrices."""
+    if known.kernel and not any(known.kernel in name for name in kernels(program)):
+        yield Finding(
+            "missing_kernel", known.kernel, 0, (),
+            f"no {known.kernel} custom call: attention is not computed by that kernel",
+        )  # fmt: skip
+
+
+def involuntary(log: str) -> tuple[Finding, ...]:
+    """Return what XLA's partitioner wrote to stderr about arrays that it had to make whole."""
+    text = log.rpartition(BEGIN)[2]
+    results = []
+    for found in dict.fromkeys(INVOLUNTARY.findall(text)):
+        name = re.search(r"%([\w.\-]+) = ([^ ]+)", found)
+        size = hlo.num_bytes(name.group(2)) if name else 0
+        results.append(
+            Finding(
+                "involuntary",
+                name.group(1) if name else "",
+                size,
+                (),
+                f"made whole on each device to change its sharding: {found[:200]}",
+            )  # fmt: skip
+        )
+    return tuple(results)
+
+
+def kernels(program: hlo.Program) -> dict[str, int]:
+    """Return the custom calls of a program and how often each is run per step.
+
+    A Pallas kernel for TPU is `tpu_custom_call:` and its name.
+    """
+    counts: dict[str, int] = {}
+    for computation, lines in program.computations.items():
+        for line in lines:
+            target = re.search(r'custom_call_target="([^"]+)"', line.attributes)
+            if line.opcode == "custom-call" and target and program.runs[computation]:
+                name = target.group(1)
+                if name == "tpu_custom_call":
+                    name += ":" + re.sub(r"[.\d]+$", "", line.name)
+                counts[name] = counts.get(name, 0) + program.runs[computation]
+    return counts
+
+
+def _fused(program: hlo.Program) -> set[str]:
+    """Return the computations whose values never reach memory."""
+    return {
+        callee
+        for lines in program.computations.values()
+        for line in lines
+        if line.opcode == "fusion"
+        for _, callee in line.called()
+    }
+
+
+def _over_weights(one: Collective, known: Facts) -> bool:
+    """Tell whether an exchange is over an axis that splits weights as well as the batch."""
+    return any(axis in one.axes for axis in ("fsdp", "expert"))
+
+
+def _gathers(one: Collective, leaf: Leaf, known: Facts) -> bool:
+    """Tell whether an all-gather has the size of a parameter, of one layer or of all."""
+    local = math.prod(leaf.local)
+    layer = local // leaf.local[0] if known.is_stacked(leaf) else local
+    return _count(one) in (local * one.group, layer * one.group)
+
+
+def _count(one: Collective) -> int:
+    return math.prod(one.shape)
+
+
+def _exchange(check: str, one: Collective, what: str) -> Finding:
+    line = (
+        f"{one.name} {one.dtype}{list(one.shape)} over {', '.join(one.axes)}: {what}; "
+        f"{_size(one.bytes_per_step)} per step ({one.op_name})"
+    )
+    return Finding(check, one.name, one.bytes_per_step, one.axes, line)
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.2f} MB"
+
+
+def _hlo_type(dtype: str) -> str:
+    """Return HLO's name of a NumPy dtype: float32 is f32, bfloat16 bf16, int32 s32."""
+    for name, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
+        if dtype.startswith(name):
+            return short + dtype.removeprefix(name)
+    return "pred"

@@ -1,0 +1,237 @@
+"""What devices exchange in one step, read off the compiled text: over which axes, how much, how often.
+
+Bytes are what each device sends where the exchange takes no more than it must: of n bytes and a
+group of g, an all-reduce sends 2 n (g-1)/g, all others n (g-1)/g, and a permutation n, n being the
+larger of operand and result. Groups are numbers of devices in the order of the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxgpt.planning import hlo
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+GROUPS = re.compile(
+    r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*\)(?:T\([\d,]*\)\))?)? \{[^}]*\}|"
+    r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{(?:\{[\d,]*\},?)*\})"
+)
+IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+class Collective(NamedTuple):
+    """One exchange. It is run `runs` times a step, and each time a device sends `bytes`."""
+
+    name: str
+    kind: str  # of KINDS; an all-reduce of which each device keeps its part is a reduce-scatter
+    axes: tuple[str, ...]  # of the mesh that its groups span; () where nothing is exchanged
+    partial: bool  # only over a part of these axes
+    group: int  # devices that take part together
+    dtype: str  # of the largest array
+    shape: tuple[int, ...]  # of the largest array, on the side where it is whole
+    whole_bytes: int  # of all arrays, on that side
+    bytes: int
+    runs: int
+    overlapped: bool  # started and awaited at different places
+    op_name: str
+
+    @property
+    def bytes_per_step(self) -> int:
+        return self.bytes * self.runs
+
+
+class Row(NamedTuple):
+    """All exchanges of one kind over the same axes, per step."""
+
+    axes: tuple[str, ...]
+    kind: str
+    count: int
+    bytes: int
+
+
+def collectives(program: hlo.Program | str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+    """Return the exchanges of a compiled program, those that send most first.
+
+    `mesh`: axis sizes in the order of the mesh (`mesh.shape`). An exchange that a compiler has cut
+    into start, pieces and end is one.
+    """
+    if isinstance(program, str):
+        program = hlo.parse(program)
+    found: dict[tuple[str, str], Collective] = {}
+    for computation, line in _lines(program):
+        one = _collective(program, computation, line, mesh)
+        channel = re.search(r"channel_id=(\d+)", line.attributes)
+        key = (one.kind, channel.group(1) if channel else line.name)
+        if key in found:  # the pieces may lie in a loop that it is spread over
+            first = found[key]
+            one = first._replace(runs=min(first.runs, one.runs), overlapped=True)
+        found[key] = one
+    return tuple(sorted(found.values(), key=lambda one: -one.bytes_per_step))
+
+
+def table(found: Sequence[Collective]) -> tuple[Row, ...]:
+    """Return the sums by axes and kind, the largest first."""
+    sums: dict[tuple[tuple[str, ...], str], tuple[int, int]] = {}
+    for one in found:
+        count, sent = sums.get((one.axes, one.kind), (0, 0))
+        sums[one.axes, one.kind] = (count + one.runs, sent + one.bytes_per_step)
+    rows = [Row(axes, kind, *both) for (axes, kind), both in sums.items()]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def replica_groups(text: str, num_devices: int) -> np.ndarray:
+    """Return the groups [number, size] that an attribute `replica_groups=` spells out.
+
+    Three spellings: lists, `[4,2]<=[2,4]T(1,0)` (numbers 0.. reshaped, transposed, reshaped), and
+    `mesh['a'=2,'b'=4] {'b'}` (an axis, or `'b':(1)2` for 2 of its parts, 1 part before them).
+    """
+    if text.startswith("mesh["):
+        return _groups_of_axes(text)
+    if iota := IOTA.fullmatch(text):
+        return _iota(iota)
+    lists = [_numbers(inner) for inner in re.findall(r"\{([\d,]+)\}", text)]
+    return np.array(lists) if lists else np.arange(num_devices)[None]
+
+
+def axes_of(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
+    """Return the mesh axes along which the members of a group differ, and whether only in part."""
+    names, sizes = list(mesh), tuple(mesh.values())
+    places = np.stack(np.unravel_index(groups, sizes), -1)  # [number, size, axes]
+    differ = (places != places[:, :1]).any((0, 1))
+    axes = tuple(name for name, differs in zip(names, differ, strict=True) if differs)
+    return axes, groups.shape[1] < math.prod(mesh[axis] for axis in axes)
+
+
+def _lines(program: hlo.Program) -> Iterator[tuple[str, hlo.Instruction]]:
+    for computation, lines in program.computations.items():
+        for line in lines:
+            if line.opcode.removesuffix("-start") in KINDS and program.runs[computation]:
+                yield computation, line
+
+
+def _collective(
+    program: hlo.Program, computation: str, line: hlo.Instruction, mesh: Mapping[str, int]
+) -> Collective:
+    kind = line.opcode.removesuffix("-start")
+    started = line.opcode != kind
+    shapes = hlo.parts(line.shape)
+    # Started, it also carries its operands, but for an all-reduce.
+    shape = shapes[1] if started and kind != "all-reduce" and len(shapes) > 1 else line.shape
+    num_devices = math.prod(mesh.values())
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{([{}\d,]*)\}", line.attributes)
+        groups = np.array(
+            [
+                _numbers(pair)
+                for pair in re.findall(r"\{([\d,]+)\}", pairs.group(1) if pairs else "")
+            ]
+            or [[0]]
+        )
+        group = num_devices
+    else:
+        spelled = GROUPS.search(line.attributes)
+        groups = replica_groups(spelled.group(1) if spelled else "{}", num_devices)
+        group = groups.shape[1]
+    axes, partial = axes_of(groups, mesh)
+    if kind == "all-reduce" and _keeps_a_part(program.computations[computation], line):
+        kind = "reduce-scatter"  # libtpu's: fused with the slice; its shape is the whole already
+    elif kind == "reduce-scatter":
+        shape = _times(shape, group)
+    arrays = hlo.arrays(shape) or [("", ())]
+    dtype, dims = max(arrays, key=lambda array: math.prod(array[1]))
+    whole = hlo.num_bytes(shape)
+    if kind == "collective-permute":
+        sent, partial = whole, False
+    else:
+        sent = whole * (group - 1) // group * (2 if kind == "all-reduce" else 1)
+    return Collective(
+        line.name,
+        kind,
+        axes,
+        partial,
+        group,
+        dtype,
+        dims,
+        whole,
+        sent if axes else 0,
+        program.runs[computation],
+        started,
+        line.op_name,
+    )
+
+
+def _keeps_a_part(lines: tuple[hlo.Instruction, ...], reduce: hlo.Instruction) -> bool:
+    """Tell whether a computation is an all-reduce of which it gives back a slice."""
+    root = next((line for line in lines if line.root), None)
+    return root is not None and root.opcode == "dynamic-slice" and root.operands[0] == reduce.name
+
+
+def _times(shape: str, group: int) -> str:
+    """Return the arrays of a shape with their first dimension (of a scalar: one) times `group`.
+
+    Which dimension is whole does not matter for bytes.
+    """
+    whole = [
+        f"{t}[{','.join(str(d) for d in (dims[0] * group, *dims[1:]))}]"
+        for t, dims in ((t, dims or (1,)) for t, dims in hlo.arrays(shape))
+    ]
+    return ", ".join(whole)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _iota(found: re.Match[str]) -> np.ndarray:
+    shape, dims = _numbers(found.group(1)), _numbers(found.group(2))
+    order = _numbers(found.group(3)) if found.group(3) else None
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)
+
+
+def _groups_of_axes(text: str) -> np.ndarray:
+    """Return the groups of `mesh['a'=2,'b'=4], device_ids=(...) {'a','b':(2)2}`."""
+    inside = text[text.index("[") + 1 : text.index("]")]
+    sizes = {n.strip("'"): int(s) for n, s in (item.split("=") for item in inside.split(","))}
+    order = np.arange(math.prod(sizes.values()))
+    if ids := re.search(r"device_ids=\((.*)\) \{", text):
+        iota = IOTA.search(ids.group(1))
+        order = _iota(iota).ravel() if iota else np.array(_numbers(ids.group(1)))
+    cuts = {name: [size] for name, size in sizes.items()}  # an axis as major, middle, minor parts
+    taken = {name: [False] for name in sizes}
+    axes = re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", text[text.rindex("{") :])
+    for name, before, size in axes:
+        if not size:
+            taken[name] = [True]
+            continue
+        low, high = int(before), int(before) * int(size)
+        edges = sorted({*np.cumprod([1, *cuts[name]]).tolist(), low, high})
+        old = _spans(cuts[name], taken[name])
+        cuts[name] = [b // a for a, b in zip(edges, edges[1:], strict=False)]
+        taken[name] = [
+            (low <= a and b <= high) or any(x <= a and b <= y for x, y in old)
+            for a, b in zip(edges, edges[1:], strict=False)
+        ]
+    split = [size for name in sizes for size in cuts[name]]
+    flags = [flag for name in sizes for flag in taken[name]]
+    kept = [i for i, flag in enumerate(flags) if not flag]
+    together = [i for i, flag in enumerate(flags) if flag]
+    grid = order.reshape(split).transpose(*kept, *together)
+    return grid.reshape(-1, math.prod(split[i] for i in together))
+
+
+def _spans(cuts: list[int], taken: list[bool]) -> list[tuple[int, int]]:
+    edges = np.cumprod([1, *cuts]).tolist()
+    return [(a, b) for a, b, t in zip(edges, edges[1:], taken, strict=False) if t]

@@ -1,0 +1,115 @@
+"""A plan as plain data: what `jaxgpt plan` prints, and its JSON object.
+
+Bytes and seconds are numbers, formulas and assumptions are words. What a compiler said, where one
+was asked, stands beside the analytic figures and never replaces them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxgpt.model.gpt import flops_per_token
+from jaxgpt.parallel.mesh import AXES
+from jaxgpt.planning.memory import PEAKS
+from jaxgpt.planning.roofline import FAILURES_PER_DEVICE_DAY, bubble_share, run, saving
+from jaxgpt.planning.search import Candidate, Fix
+
+ASSUMED = (
+    "times are bounds: products at the published peak, links at theirs, everything that can "
+    "overlap does; tensor, expert and stage exchanges and the update are on the critical path",
+    "memory is arithmetic from shapes: padding, copies and the order that a compiler chooses are "
+    "not in it",
+    f"failures: {FAILURES_PER_DEVICE_DAY:.1e} per device and day (arXiv:2407.21783, section "
+    "3.3.4); interval sqrt(2 x blocking x time between failures) (Young 1974)",
+)
+
+
+def report(
+    plan: Candidate, fixes: list[Fix], compiled: Any | None = None, notes: list[str] | None = None
+) -> dict[str, Any]:
+    """Return the plan as a JSON object; `exit_code` is 64 where it does not fit.
+
+    `compiled` is what `compile.compile_step` returned: with it, its own peak decides too.
+    """
+    at, memory, bound = plan.layout, plan.memory, plan.bound
+    cfg, target = at.cfg, at.target
+    whole, save = run(at, bound.seconds), saving(at)
+    fits = plan.fits
+    if compiled is not None and compiled.peak_bytes:
+        fits = compiled.peak_bytes <= target.usable
+    causal, full = (flops_per_token(cfg.model, causal) for causal in (True, False))
+    return {
+        "target": target.name,
+        "machine": target.describe(),
+        "devices": target.num_devices,
+        "hosts": target.num_hosts,
+        "mesh": {axis: at.sizes[axis] for axis in AXES},
+        "mesh_slow": {axis: n for axis, n in at.slow.items() if n > 1},
+        "parameters": sum(weight.count for weight in at.weights),
+        "train": {
+            "global_batch": cfg.train.global_batch, "micro_batch": cfg.train.micro_rows,
+            "accum_steps": at.accum, "tokens_per_device": at.tokens,
+            "remat": cfg.model.remat, "remat_save": list(cfg.model.remat_save),
+            "remat_offload": list(cfg.model.remat_offload),
+        },
+        "memory": {
+            "parts": [part._asdict() for part in memory.parts],
+            "peak": memory.peak,
+            "moments": {moment: memory.of(*parts) for moment, parts in PEAKS.items()},
+            "device_bytes": memory.device,
+            "usable_bytes": int(target.usable),
+            "host_bytes": int(memory.host * target.num_devices / target.num_hosts),
+        },
+        "fits": fits,
+        "compiled": None if compiled is None else _compiled(compiled),
+        "fixes": [
+            {"change": fix.change, "saved_bytes": fix.saved, "added_seconds": fix.seconds,
+             "fits": fix.fits}
+            for fix in fixes
+        ],
+        "collectives": [transfer._asdict() for transfer in bound.transfers],
+        "time": {
+            "flops_per_token": causal, "flops_per_token_full": full,
+            "recompute_share": bound.recompute / bound.compute,
+            "resources": bound.resources, "limit": bound.limit, "exposed": bound.exposed,
+            "update": bound.update, "bubble_share": bubble_share(at),
+            "step_seconds": bound.seconds, "mfu_ceiling": bound.mfu,
+            "tokens_per_second": whole.tokens_per_step / bound.seconds,
+            "tokens_per_second_per_device":
+                whole.tokens_per_step / bound.seconds / target.num_devices,
+            **whole._asdict(),
+        },
+        "checkpoint": save._asdict() | {"interval_steps": max(1, round(save.interval /
+                                                                      bound.seconds))},
+        "notes": [*(notes or []), *ASSUMED],
+        "exit_code": 0 if fits else 64,
+    }  # fmt: skip
+
+
+def _compiled(compiled: Any) -> dict[str, Any]:
+    fields = getattr(compiled, "_asdict", None)
+    plain = fields() if fields else dict(vars(compiled))
+    return {
+        key: [entry._asdict() if hasattr(entry, "_asdict") else vars(entry) for entry in value]
+        if key == "collectives"
+        else list(value) if isinstance(value, tuple) else value
+        for key, value in plain.items()
+    }  # fmt: skip
+
+
+def candidates(found: list[Candidate]) -> list[dict[str, Any]]:
+    """Return what a search found, a row each."""
+    return [
+        {
+            "mesh": {axis: n for axis, n in c.layout.sizes.items() if n > 1},
+            "micro_batch": c.cfg.train.micro_rows,
+            "remat": c.cfg.model.remat,
+            "remat_save": list(c.cfg.model.remat_save),
+            "remat_offload": list(c.cfg.model.remat_offload),
+            "step_seconds": c.bound.seconds,
+            "mfu_ceiling": c.bound.mfu,
+            "limit": c.bound.limit,
+            "device_bytes": c.memory.device,
+        }
+        for c in found
+    ]

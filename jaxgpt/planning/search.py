@@ -1,0 +1,265 @@
+"""Which mesh, recomputation and micro-batch are fastest by the analytic model, and what would fit.
+
+Every mesh that a machine and a model allow is tried with each way of recomputation and the largest
+micro-batch that fits; candidates are ranked by the least time of a step, then by what they send.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgpt import config
+from jaxgpt.config import Config, with_values
+from jaxgpt.errors import ConfigError
+from jaxgpt.parallel.mesh import BATCH_AXES
+from jaxgpt.planning.hardware import GPU_FRACTION, Target, gpu_fraction
+from jaxgpt.planning.layout import Facts, Layout, facts, layout
+from jaxgpt.planning.memory import Memory, estimate, state_bytes
+from jaxgpt.planning.roofline import Bound, bound, least_seconds
+from jaxgpt.toml_values import dump, read_toml
+from jaxgpt.validation import problems_of
+
+# From the fastest to the smallest: nothing recomputed, then less and less kept.
+LADDER: tuple[dict[str, Any], ...] = (
+    {"remat": "none", "remat_save": (), "remat_offload": ()},
+    {"remat": "full", "remat_save": ("q", "k", "v", "attn", "attn_out", "gate", "up"),
+     "remat_offload": ()},
+    {"remat": "full", "remat_save": ("q", "k", "v", "attn", "gate"), "remat_offload": ()},
+    {"remat": "full", "remat_save": ("q", "k", "v", "attn"), "remat_offload": ()},
+    {"remat": "full", "remat_save": ("attn",), "remat_offload": ()},
+    {"remat": "full", "remat_save": (), "remat_offload": ()},
+    {"remat": "full", "remat_save": (), "remat_offload": ("block_in",)},
+)  # fmt: skip
+MOST = {"tensor": 16, "context": 16, "stage": 16}  # beyond, exchanges cost more than they save
+ROOM = 0.95  # of the memory: a compiler's own copies and padding are not counted here
+LEAST_PART = 2048  # tokens of a row on a device
+FRACTION = 0.92  # of a GPU's memory, which leaves room for its context and libraries
+
+
+class Candidate(NamedTuple):
+    """A configuration on a machine, with what it needs."""
+
+    layout: Layout
+    memory: Memory
+    bound: Bound
+
+    @property
+    def cfg(self) -> Config:
+        return self.layout.cfg
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.layout, self.memory)
+
+
+class Fix(NamedTuple):
+    """A change that needs less memory; `cfg` is None where it is no matter of configuration."""
+
+    change: str
+    cfg: Config | None
+    saved: int  # bytes of a device
+    seconds: float  # added to the least time of a step
+    fits: bool
+
+    @property
+    def kind(self) -> str:
+        """Return what is changed, without to what."""
+        return ".".join(re.findall(r"^[a-zA-Z]+", self.change))
+
+
+def fits(at: Layout, memory: Memory, share: float = 1.0) -> bool:
+    """Tell whether the analytic bytes fit a share of the device, and what is offloaded its host."""
+    host = memory.host * at.target.num_devices / at.target.num_hosts
+    return memory.device <= share * at.target.usable and host <= 0.9 * at.target.chip.host_memory
+
+
+def evaluate(cfg: Config, target: Target, known: Facts | None = None) -> Candidate:
+    """Return memory and time of `cfg` on `target`; raises ConfigError where it cannot run."""
+    at = layout(cfg, target, known)
+    return Candidate(at, estimate(at), bound(at))
+
+
+def search(cfg: Config, target: Target, limit: int = 10) -> list[Candidate]:
+    """Return the best candidates that fit, the fastest first; model, batch and run as in `cfg`."""
+    known, found = facts(cfg), []
+    over = [at for mesh in meshes(cfg, target) if (at := _layout(cfg, target, known, mesh))]
+    for rung in LADDER:
+        for at in over:
+            model = dataclasses.replace(cfg.model, **rung)
+            here = dataclasses.replace(at, cfg=dataclasses.replace(at.cfg, model=model))
+            # Products alone take this long: no mesh or micro-batch can make up for it.
+            if len(found) >= limit and least_seconds(here) > found[limit - 1].bound.seconds:
+                break
+            if (best := _best_micro(here)) is not None:
+                bisect.insort(found, best, key=_rank)
+    return [c for c in found if not problems_of(c.cfg)][:limit]
+
+
+def _layout(cfg: Config, target: Target, known: Facts, mesh: dict[str, int]) -> Layout | None:
+    """Return the layout on a mesh with the smallest micro-batch, or None if it is refused."""
+    sizes = {**vars(cfg.mesh), **mesh, "rounds": 1, "slow": {}}
+    micro = math.prod(mesh[axis] for axis in BATCH_AXES)
+    tried = with_values(cfg, "search", mesh=sizes, train={"micro_batch": micro})
+    try:
+        at = layout(tried, target, known)
+    except ConfigError:
+        return None
+    return at if sum(state_bytes(at).values()) <= ROOM * target.usable else None
+
+
+def _rank(candidate: Candidate) -> tuple[float, float, int]:
+    sent = sum(transfer.seconds for transfer in candidate.bound.transfers)
+    return candidate.bound.seconds, sent, candidate.memory.device
+
+
+def _best_micro(at: Layout) -> Candidate | None:
+    """Return the candidate with the best micro-batch that fits, or None.
+
+    The largest exchanges weights least often; a pipeline waits less with more of them.
+    """
+    best, train = None, at.cfg.train
+    for micro in _divisors(train.global_batch):
+        if micro % at.batch_shards:
+            continue
+        cfg = dataclasses.replace(at.cfg, train=dataclasses.replace(train, micro_batch=micro))
+        tried = dataclasses.replace(at, cfg=cfg)
+        memory = estimate(tried)
+        if not fits(tried, memory, ROOM):
+            break  # larger ones need more
+        candidate = Candidate(tried, memory, bound(tried))
+        if best is None or _rank(candidate) < _rank(best):
+            best = candidate
+    return best
+
+
+def meshes(cfg: Config, target: Target) -> Iterator[dict[str, int]]:
+    """Yield the devices per axis of every mesh worth trying."""
+    m, n = cfg.model, target.num_devices
+    domain = target.devices_per_slice
+    tensor = [
+        t
+        for t in _divisors(math.gcd(m.kv_heads, n))
+        if t <= min(MOST["tensor"], domain) and m.mlp_width % t == 0 and m.expert_width % t == 0
+    ]
+    context = [
+        c
+        for c in _divisors(n)
+        if c <= MOST["context"] and (c == 1 or m.seq_len % (2 * c) == 0)
+        and (c == 1 or m.seq_len // c >= LEAST_PART)
+    ]  # fmt: skip
+    expert = _divisors(math.gcd(m.num_experts, n)) if m.num_experts else [1]
+    can_stage = m.stacked and not m.aux_layers
+    stage = [s for s in _divisors(math.gcd(m.num_layers, n)) if s <= MOST["stage"]]
+    for t, c, e, s in itertools.product(tensor, context, expert, stage if can_stage else [1]):
+        rest = n // (t * c * e * s)
+        if rest * t * c * e * s != n or cfg.train.global_batch % (rest * e):
+            continue
+        for fsdp in _divisors(rest):
+            yield {
+                "data": rest // fsdp, "fsdp": fsdp, "tensor": t, "context": c, "expert": e,
+                "stage": s,
+            }  # fmt: skip
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def fixes(start: Candidate, limit: int = 3) -> list[Fix]:
+    """Return the cheapest changes that need less memory: those that then fit first, by time."""
+    target, found = start.layout.target, []
+    for change, tried in _changes(start):
+        try:
+            if problems_of(tried):
+                continue
+            known = None if change.startswith("optim") else _facts_of(start.layout)
+            other = evaluate(tried, target, known)
+        except ConfigError:
+            continue
+        saved = start.memory.device - other.memory.device
+        if saved > 0:
+            seconds = other.bound.seconds - start.bound.seconds
+            found.append(Fix(change, tried, saved, seconds, other.fits))
+    if target.chip.platform == "gpu" and gpu_fraction() < FRACTION:
+        room = target.chip.usable * FRACTION
+        change = f"{GPU_FRACTION}={FRACTION} in the environment (JAX takes {gpu_fraction():.0%})"
+        gained = int(room - target.usable)
+        found.append(Fix(change, None, gained, 0.0, start.memory.device <= room))
+    found.sort(key=lambda f: (not f.fits, f.seconds if f.fits else -f.saved))
+    best = {fix.kind: fix for fix in reversed(found)}  # one of each kind
+    return [fix for fix in found if best[fix.kind] is fix][:limit]
+
+
+def _facts_of(at: Layout) -> Facts:
+    return Facts(at.weights, at.replicated)
+
+
+def _changes(start: Candidate) -> Iterator[tuple[str, Config]]:
+    """Yield single changes of a configuration that may need less memory."""
+    cfg, sizes = start.cfg, start.layout.sizes
+    for rung in LADDER:
+        if any(getattr(cfg.model, key) != value for key, value in rung.items()):
+            words = ", ".join(f"model.{key} = {_toml(value)}" for key, value in rung.items()
+                              if getattr(cfg.model, key) != value)  # fmt: skip
+            yield words, with_values(cfg, "plan", model=rung)
+    smaller = [
+        micro
+        for micro in _divisors(cfg.train.global_batch)
+        if micro < cfg.train.micro_rows and micro % start.layout.batch_shards == 0
+    ]
+    for micro in sorted(smaller, reverse=True):
+        change = f"train.micro_batch = {micro} (now {cfg.train.micro_rows})"
+        yield change, with_values(cfg, "plan", train={"micro_batch": micro})
+    for giver, taker in (("data", "fsdp"), ("data", "tensor"), ("fsdp", "tensor"),
+                         ("fsdp", "context"), ("data", "context")):  # fmt: skip
+        for factor in (2, 4, 8):
+            if sizes[giver] % factor:
+                break
+            mesh = {**vars(cfg.mesh), **sizes, giver: sizes[giver] // factor,
+                    taker: sizes[taker] * factor, "slow": {}}  # fmt: skip
+            change = f"mesh.{giver} = {mesh[giver]}, mesh.{taker} = {mesh[taker]}"
+            yield change, with_values(cfg, "plan", mesh=mesh)
+    if cfg.optim.moment_dtype == "float32":
+        yield (
+            'optim.moment_dtype = "bfloat16"',
+            with_values(cfg, "plan", optim={"moment_dtype": "bfloat16"}),
+        )
+
+
+def _toml(value: Any) -> str:
+    return str(list(value)).replace("'", '"') if isinstance(value, tuple) else f'"{value}"'
+
+
+def write_preset(path: Path, chosen: Config, preset: str | None, comment: str) -> None:
+    """Write `chosen` as a preset with `base =` the given one (or its base), and the differences.
+
+    Raises ConfigError where the file cannot be written.
+    """
+    base: Path | None = None
+    if preset is not None:
+        own = read_toml(Path(preset))[0].get("base")
+        base = Path(preset).parent / own if isinstance(own, str) else Path(preset)
+    before = config.to_dict(config.load(base) if base else Config())
+    after = config.to_dict(chosen)
+    changed = {
+        section: {key: value for key, value in values.items() if before[section][key] != value}
+        for section, values in after.items()
+    }
+    lines = [f"# {line}" for line in comment.splitlines()]
+    if base is not None:
+        where = os.path.relpath(base.resolve(), path.resolve().parent)
+        lines += ["", f"base = {json.dumps(where)}"]
+    text = "\n".join([*lines, "", dump({s: v for s, v in changed.items() if v}, {})])
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,268 @@
+"""The roll call: before JAX starts, all processes of a run meet at the coordinator's address.
+
+JAX ends a process with SIGABRT, a page of stacks and no names when another is missing, was started
+twice or is not expected, and a process that joins a running job by mistake ends all of it. So
+process 0 first listens there itself, with a plain socket; every process says who it is and how many
+it thinks there are, and all are told the same: that everyone is there, or what is wrong. A message
+is one line of JSON. What happens after the roll call is JAX's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+from jaxgpt.errors import ConfigError, HangError
+
+MAGIC = "jaxgpt roll call 1"
+MAX_LINE = 4096  # bytes that a process may say about itself
+MAX_ANSWER = 1 << 24  # bytes of the answer, about 20 for each process
+PAUSE = 0.2  # seconds between attempts to reach the coordinator
+PATIENCE = 15.0  # seconds after which it is said what is waited for, and again
+GRACE = 10.0  # seconds that the answer may come after the time limit, as nobody starts at once
+LINGER = 3.0  # seconds for which late ones are told what is wrong
+SHOWN = 8  # processes that are named one by one
+
+
+class Present(NamedTuple):
+    """A process that has come: its number, how many it thinks there are, and where it runs."""
+
+    process: int
+    processes: int
+    host: str
+    pid: int
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [IPv6]:PORT; raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or (":" in host and not bracketed) or not port.isdecimal():
+        raise ConfigError(f"coordinator {address}: must be HOST:PORT, as in node0:8476")
+    if not 0 < int(port) < 65536:
+        raise ConfigError(f"coordinator {address}: the port must be 1 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def roll_call(
+    address: str,
+    process: int,
+    processes: int,
+    timeout: float,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[str, ...]:
+    """Return the host names of all processes, in order, as soon as all are there.
+
+    Raises, on all that have come, ConfigError for a number that was given twice and for counts that
+    differ, and HangError when processes are missing after `timeout` seconds; also ConfigError for a
+    port that is taken, and HangError where nobody answers. `say` is told what is waited for.
+    """
+    port = split_address(address)[1]
+    me = Present(process, processes, socket.gethostname(), os.getpid())
+    if process != 0:
+        return _attend(address, me, timeout, say)
+    with _listen(port) as server:
+        call = threading.Thread(target=_call, args=(server, processes, timeout, say), daemon=True)
+        call.start()
+        try:  # through the network as everyone else: a wrong address is found out here as well
+            return _attend(address, me, timeout, lambda line: None)
+        finally:
+            call.join(LINGER + GRACE)
+
+
+# Process 0 calls.
+
+
+def _listen(port: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"coordinator port {port} on {socket.gethostname()}: {reason}; another run uses it, or "
+            "one that has not ended yet: choose another port"
+        ) from None
+
+
+def _call(
+    server: socket.socket, processes: int, timeout: float, say: Callable[[str], None]
+) -> None:
+    """Listen until all are there, something is wrong or time is up, and answer all alike."""
+    began = noted = time.monotonic()
+    heard: dict[socket.socket, bytes] = {}
+    here: dict[socket.socket, Present] = {}
+    answer: dict[str, Any] | None = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while time.monotonic() - began < timeout + LINGER:
+            for key, _ in selector.select(0.2):
+                connection = key.fileobj
+                if connection is server:
+                    with contextlib.suppress(OSError):
+                        connection = server.accept()[0]
+                        connection.setblocking(False)
+                        selector.register(connection, selectors.EVENT_READ)
+                        heard[connection] = b""
+                elif not _hear(connection, heard, here):  # gone, or not one of us
+                    selector.unregister(connection)
+                    connection.close()
+                    del heard[connection]
+                    here.pop(connection, None)
+            now = time.monotonic()
+            if answer is None:
+                answer = _verdict(here.values(), processes)
+                if answer is None and now - began > timeout:
+                    error = _missing(here, processes, timeout)
+                    answer = {"code": HangError.exit_code, "error": error}
+                if answer:  # those who come a little later are still told what is wrong
+                    began, timeout = now, 0.0
+                elif now - noted > PATIENCE:
+                    noted = now
+                    say(_missing(here, processes, now - began))
+            if answer:
+                for connection in list(here):
+                    selector.unregister(connection)
+                    _tell(connection, answer)
+                    del here[connection], heard[connection]
+                if answer["code"] == 0:
+                    break
+    for connection in heard:
+        connection.close()
+
+
+def _tell(connection: socket.socket, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError), connection:
+        connection.settimeout(LINGER)
+        connection.sendall(json.dumps({"roll": MAGIC, **answer}).encode() + b"\n")
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # they close first, which leaves the port free for JAX
+
+
+def _hear(
+    connection: socket.socket, heard: dict[socket.socket, bytes], here: dict[socket.socket, Present]
+) -> bool:
+    """Take what a connection says; False if it has ended or says what no process of a run does."""
+    try:
+        data = connection.recv(MAX_LINE)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    heard[connection] += data
+    if not data or connection in here or len(heard[connection]) > MAX_LINE:
+        return False
+    if not heard[connection].endswith(b"\n"):
+        return True
+    said = _parse(heard[connection])
+    types = {"process": int, "processes": int, "host": str, "pid": int}
+    if any(type(said.get(name)) is not kind for name, kind in types.items()):
+        return False
+    here[connection] = Present(*(said[name] for name in types))
+    return True
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """Return the object of a line, empty if it is none of the roll call's."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) and said.get("roll") == MAGIC else {}
+
+
+def _verdict(present: Collection[Present], processes: int) -> dict[str, Any] | None:
+    """Return the answer to all: their host names, or what is wrong; None while some are missing."""
+    first: dict[int, Present] = {}
+    for one in sorted(present):
+        wrong = ""
+        if one.processes != processes:
+            wrong = (
+                f"process {one.process} ({one.host}) was started as one of {one.processes}, "
+                f"process 0 as one of {processes}; start all with the same number"
+            )
+        elif not 0 <= one.process < processes:
+            wrong = f"process {one.process} ({one.host}): the numbers are 0 to {processes - 1}"
+        elif other := first.get(one.process):
+            wrong = (
+                f"process {one.process} was started twice: on {other.host} (pid {other.pid}) and "
+                f"on {one.host} (pid {one.pid}); give each its own number, 0 to {processes - 1}"
+            )
+        if wrong:
+            return {"code": ConfigError.exit_code, "error": wrong}
+        first[one.process] = one
+    if len(first) < processes:
+        return None
+    return {"code": 0, "hosts": [first[number].host for number in range(processes)]}
+
+
+def _missing(here: dict[socket.socket, Present], processes: int, seconds: float) -> str:
+    present = {one.process: one.host for one in here.values()}
+    missing = _some(str(number) for number in range(processes) if number not in present)
+    there = _some(f"{number} ({host})" for number, host in sorted(present.items())) or "none"
+    return (
+        f"{len(present)} of {processes} processes have started after {seconds:.0f} s: present "
+        f"{there}; missing {missing}"
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+# Every process answers.
+
+
+def _attend(
+    address: str, me: Present, timeout: float, say: Callable[[str], None]
+) -> tuple[str, ...]:
+    host, port = split_address(address)
+    began = noted = time.monotonic()
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=GRACE) as connection:
+                answer = _ask(connection, me, began + timeout + GRACE - time.monotonic())
+            problem = "what listens there is another program, or a run that has begun already"
+        except OSError as error:
+            answer, problem = {}, str(error.strerror or error)
+        if answer.get("code") == 0:
+            return tuple(map(str, answer["hosts"]))
+        if answer:
+            refused = ConfigError if answer["code"] == ConfigError.exit_code else HangError
+            raise refused(str(answer["error"]))
+        now = time.monotonic()
+        seconds = f"for {now - began:.0f} s ({problem})"
+        text = f"process {me.process} ({me.host}) found no process 0 at {address} {seconds}"
+        if now - began > timeout and me.process == 0:
+            raise ConfigError(
+                f"coordinator {address} has not led to process 0 ({me.host}) {seconds}; it must be "
+                "an address of the host of process 0, and its port open"
+            )
+        if now - began > timeout:
+            raise HangError(f"{text}; the coordinator is the host on which process 0 runs")
+        if now - noted > PATIENCE:
+            noted = now
+            say(text)
+        time.sleep(PAUSE)
+
+
+def _ask(connection: socket.socket, me: Present, seconds: float) -> dict[str, Any]:
+    """Say who this is and return the answer; empty if none of the roll call's comes."""
+    connection.sendall(json.dumps({"roll": MAGIC, **me._asdict()}).encode() + b"\n")
+    connection.settimeout(max(1.0, seconds))
+    line = b""
+    while len(line) < MAX_ANSWER and (data := connection.recv(1 << 16)):
+        line += data
+        if not line.startswith(b'{"roll"'[: len(line)]):
+            break  # a server of JAX speaks at once, and of something else
+    return _parse(line)

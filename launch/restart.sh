@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Which ends of a job are tried again, and when to give up: the one place that knows. Sourced by the other scripts.
+#
+#   bash launch/restart.sh RUN_DIR COMMAND ...   run COMMAND again and again, until it is done or a person is needed
+#
+# Tried again: 75 (interrupted, saved), 76, 134, 137 (stuck, or a host was lost or killed); once each time: 70 (bug),
+# 74 (storage), 1 and 139 (crash of the runtime). After JAXGPT_RESTARTS (3) starts in a row that ended without a later
+# saved step it stops. Pauses begin at JAXGPT_BACKOFF (10) seconds. A stop by signal is passed on and is the end.
+
+# shellcheck source=launch/processes.sh
+source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
+restarts=0 stalls=0 faults=0 pause=0
+
+# run_dir_of PYTHON WORD ...: run.dir of the configuration these words of `train` make; of a wrong one nothing, as the
+# command itself says what is wrong.
+run_dir_of() {
+  "$1" -c 'import sys
+from jaxgpt import cli, config
+words = [word.removeprefix("--") for word in sys.argv[1:] if cli.is_configuration(word)]
+files = [word for word in words if "=" not in word]
+try:
+    print(config.load(*files[:1], overrides=[word for word in words if "=" in word]).run.dir)
+except Exception:
+    pass' "${@:2}"
+}
+
+# newest_step RUN_DIR: the newest saved step, or -1; a step is saved when its commit record is there.
+newest_step() {
+  local record step newest=-1
+  for record in "$1"/ckpt/*.ok.json; do
+    step=$(basename "$record" .ok.json)
+    if [[ "$step" =~ ^(0|[1-9][0-9]{0,17})$ ]] && ((step > newest)); then newest=$step; fi
+  done
+  echo "$newest"
+}
+
+# judge CODE STEP RUN_DIR: succeed if a job that ended with CODE, and began when STEP was the newest, is to be started
+# again, `pause` seconds from now. One line says why, or why not.
+judge() {
+  local code=$1 before=$2 after limit=${JAXGPT_RESTARTS:-3}
+  case $code in
+    0) return 1 ;;
+    1 | 70 | 74 | 75 | 76 | 134 | 137 | 139) ;;
+    *) say "exit code $code: not tried again, it needs a person" && return 1 ;;
+  esac
+  if ! after=$(newest_step "$3"); then say "exit code $code, and the saved steps cannot be seen" && return 1; fi
+  if ((after > before)); then
+    stalls=0 faults=0
+  elif ((restarts > 0)); then
+    stalls=$((stalls + 1))
+  fi
+  case $code in 1 | 70 | 74 | 139) faults=$((faults + 1)) ;; esac
+  if ((faults > 1)); then say "exit code $code again, newest saved step $after: not tried a third time" && return 1; fi
+  if ((stalls >= limit)); then say "exit code $code: $stalls restarts did not get past step $after, stop" && return 1; fi
+  restarts=$((restarts + 1))
+  pause=$((code == 75 ? 0 : ${JAXGPT_BACKOFF:-10} << stalls))
+  say "exit code $code, newest saved step $after (was $before): restart $restarts in $pause s"
+}
+
+# until_done RUN_DIR COMMAND ...: what this script does, see above; returns the last exit code.
+until_done() {
+  local run=$1 before code
+  shift
+  while :; do
+    before=$(newest_step "$run") || return
+    code=0
+    attend "$@" || code=$?
+    if [ -n "$stopped" ]; then say "stopped by SIG$stopped, exit code $code" && return "$code"; fi
+    judge "$code" "$before" "$run" || return "$code"
+    sleep "$pause"
+  done
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  set -euo pipefail
+  [ $# -ge 2 ] || { say "usage: bash launch/restart.sh RUN_DIR COMMAND ..." && exit 64; }
+  until_done "$@"
+fi

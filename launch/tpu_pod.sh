@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Run a verb on a Cloud TPU slice: create or find it, copy the code, install, start on all hosts, watch, start again.
+#
+#   export POD=llama ZONE=us-east5-a TYPE=v5p-128   also: SPOT=1, SLICES=2 (joined over the network), VERSION=IMAGE
+#   bash launch/tpu_pod.sh train configs/llama3_8b.toml run.dir=/mnt/shared/run   a folder that all hosts see
+#   bash launch/tpu_pod.sh --stop                   end the job with a save, and delete the slice
+#
+# The job lives on the hosts: after Ctrl-C or a lost connection the same command goes on watching it. When it ends, or
+# the slice is preempted, launch/restart.sh decides whether it is started again. The slice is there, and paid for, until
+# --stop.
+# shellcheck disable=SC2329 # attempt and what it calls are called by name
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/restart.sh
+source launch/tpu_slice.sh
+[ -n "${POD:-}" ] && [ -n "${ZONE:-}" ] && [ $# -gt 0 ] ||
+  { say "set POD and ZONE, and name a verb, or --stop" && exit 64; }
+words=("$@")
+all=(--node all --worker all)
+
+worker() { printf 'bash jaxgpt/launch/pod_worker.sh' && printf ' %q' "$@"; }
+on_all() { tpus ssh "$POD" "${all[@]}" --command "$(worker "$@")"; }
+on_first() { tpus ssh "$POD" --node 0 --worker 0 --command "$(worker "$@")"; }
+
+# copy: the tracked files, as they are here now, to all hosts. Those of an earlier copy go first; what else lies there,
+# runs for example, stays.
+copy() {
+  local archive code=0
+  local unpack='mkdir -p jaxgpt && cd jaxgpt && touch .copied && (grep -v "/$" .copied | xargs -r -d "\n" rm -f)'
+  archive=$(mktemp) && pack "$archive" || return
+  again tpus scp "$archive" "$POD:jaxgpt.tgz" "${all[@]}" >&2 &&
+    again tpus ssh "$POD" "${all[@]}" --command "$unpack && tar -xzvf ../jaxgpt.tgz >.copied" >&2 || code=$?
+  rm -f "$archive"
+  return "$code"
+}
+
+# pack FILE: write them as an archive, by way of a commit in no branch that holds what has changed since the last one.
+pack() {
+  local changed
+  changed=$(git -c user.name=jaxgpt -c user.email=jaxgpt@localhost stash create) || return
+  git archive --format=tar.gz -o "$1" "${changed:-HEAD}"
+}
+
+# ready: the slice is there, and the job runs on all hosts, or on none and they have the code.
+ready() {
+  local states
+  provide_slice || return
+  states=$(on_all state 2>/dev/null | sed -n '/^state=/p' | sort -u) || states+=" incomplete"
+  [ "$states" != state=running ] || return 0
+  if [[ "$states" = *running* ]]; then again on_all stop >&2 || return; fi
+  copy
+}
+
+# In place of the function of launch/restart.sh: the folder of the run is seen by the hosts only.
+newest_step() { ready && again on_first step "${words[@]}" | sed -n 's/^step=//p' | tail -n 1; }
+
+attempt() {
+  local codes
+  again on_all start "${words[@]}" >&2 && again on_first follow || return
+  while codes=$(again on_all state | sed -n 's/^state=//p') || return; [[ "$codes" = *running* ]]; do
+    sleep "${JAXGPT_POLL:-15}" # the other hosts end when they find the first gone
+  done
+  # shellcheck disable=SC2086 # a word for each host; one that knows of no job was started anew
+  return "$(most_telling ${codes//none/137})"
+}
+
+code=0
+if [ "$1" = --stop ]; then
+  if [ "$(slice_state)" = ACTIVE ]; then on_all stop || say "not all hosts answer; the slice is deleted all the same"; fi
+  tpus delete "$POD" --force || code=$?
+else
+  until_done "" attempt || code=$?
+  [ -z "$stopped" ] || say "the job goes on; the same command goes on watching it"
+fi
+exit "$code"

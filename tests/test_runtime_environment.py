@@ -1,0 +1,89 @@
+"""What stands in the environment before JAX starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from programs import outcome, python
+
+from jaxgpt.runtime import environment
+
+
+@pytest.fixture
+def program(tmp_path) -> str:
+    """A program that says each time it starts, then settles its environment."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import os, sys\n"
+        "print('start', flush=True)\n"
+        "from jaxgpt.runtime import environment\n"
+        "environment.prepare_environment(sys.argv[1:])\n"
+        "print(os.environ.get('GLIBC_TUNABLES'), sys.argv[1:], sys.stdin.read())\n"
+    )
+    return str(path)
+
+
+def test_the_command_runs_again_once_with_huge_pages_and_keeps_its_arguments_and_input(
+    program, monkeypatch
+):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)  # the test command itself may set it
+    process = python(program, "train", "a b", stdin=subprocess.PIPE)
+    out, err = process.communicate("text", timeout=30)
+    # Where the kernel or the C library has no use for the setting, there is no second start.
+    helps = environment._huge_pages_would_help()
+    starts, tunables = ("start\nstart\n", "glibc.malloc.hugetlb=1") if helps else ("start\n", None)
+    assert out == f"{starts}{tunables} ['train', 'a b'] text\n"
+    assert err == ""
+
+
+def test_other_tunables_are_kept(program, monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
+    monkeypatch.setattr(environment, "_huge_pages_would_help", lambda: True)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=3")
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    monkeypatch.setattr(sys, "argv", ["jaxgpt", "train"])
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    environment.prepare_environment(["train"])
+    tunables = calls[0][2]["GLIBC_TUNABLES"]
+    assert tunables == "glibc.malloc.tcache_count=3:glibc.malloc.hugetlb=1"
+
+
+def test_an_explicit_choice_of_the_user_is_left_alone(program):
+    out = outcome(python(program, env={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}))[1]
+    assert out.startswith("start\nglibc.malloc.hugetlb=0")
+
+
+def test_a_variable_prevents_the_second_start(program):
+    assert outcome(python(program, env={"JAXGPT_NO_REEXEC": "1"}))[1].count("start") == 1
+
+
+def test_a_stripped_environment_does_not_start_again_for_ever(program):
+    assert outcome(python(program, env={"JAXGPT_REEXEC": "1"}))[1].count("start") == 1
+
+
+def test_code_given_on_the_command_line_is_not_run_again():
+    code = (
+        "print('start', flush=True)\n"
+        "from jaxgpt.runtime.environment import prepare_environment\nprepare_environment()"
+    )
+    assert outcome(python(code))[1] == "start\n"
+
+
+def test_a_call_from_python_never_replaces_the_process(monkeypatch):
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("replaced the caller's process"))
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.delenv("JAXGPT_REEXEC", raising=False)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    environment.prepare_environment(["train", "config.toml"])
+
+
+def test_log_levels_set_by_the_user_win(monkeypatch):
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    environment.prepare_environment(["not", "this", "process"])
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
+    assert os.environ.pop("TF_ENABLE_ONEDNN_OPTS") == "0"
