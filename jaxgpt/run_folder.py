@@ -50,6 +50,8 @@ def claim_folder(run_dir: Path, cfg: Config, say: Callable[[str], None]) -> None
 
 def check_never_saved(run_dir: Path, every: int, say: Callable[[str], None]) -> None:
     """Raise NothingRestorable in a folder whose run got so far that checkpoints must be lost."""
+    if jax.process_index() != 0:  # another host may still see what was moved aside
+        return
     reached = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl")), default=0)
     if every and reached > every:
         raise NothingRestorable(

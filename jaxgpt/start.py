@@ -6,19 +6,27 @@ consumed before. Nothing here computes on a device.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
+from typing import Any
 
 from jaxgpt import config, ramp
+from jaxgpt.checkpoint.inherit import Source
 from jaxgpt.checkpoint.record import Record
 from jaxgpt.config import Config
 from jaxgpt.data import history as histories
+from jaxgpt.data.packing import Batch
 from jaxgpt.data.store import Store
 from jaxgpt.data.stream import Data
 from jaxgpt.errors import ConfigError, DataError
 from jaxgpt.evaluation.perplexity import store_tokenizer
+from jaxgpt.parallel.agreement import check_agreement, configuration, program_digest
+from jaxgpt.runtime import store
+from jaxgpt.runtime.watchdog import LIMITS
 from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training.probe import Probe
+from jaxgpt.training.state import TrainState
 from jaxgpt.training.step import logits_dtype
 from jaxgpt.validation import num_steps, schedule_problems
 
@@ -102,6 +110,44 @@ def identity(cfg: Config, data: Data) -> dict[str, str]:
         "seed": str(cfg.run.seed),
         "optim": json.dumps(tree["optim"], sort_keys=True),
     }
+
+
+def facts_of_data(
+    data: Data,
+    eval_sets: dict[str, Store],
+    total: int,
+    newest: Record | None,
+    source: Source | None,
+) -> dict[str, Any]:
+    """Return what all processes must have found alike in their files, by what it belongs to."""
+    return {
+        "data.store": list(data.mixture.names),
+        "data, run.seed or model.seq_len": data.digest,
+        "tokenizer": data.tokenizer_digest,
+        "eval.store": [one.digest for one in eval_sets.values()],
+        "last step (train.num_steps, train.num_tokens, data.max_epochs)": total,
+        "newest checkpoint in run.dir": newest.step if newest else None,
+        "run.init_from": source.digest if source else None,
+    }
+
+
+def facts_of_save(cfg: Config, step: int, position: int) -> dict[str, Any]:
+    """Return the little that is compared at every save."""
+    text = json.dumps(configuration(cfg), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"step": step, "position": position, "configuration": digest}
+
+
+def compile_step(train_step: Any, state: TrainState, batch: Batch) -> Any:
+    """Return `train_step` compiled for this batch size, after all processes lowered the same.
+
+    Raises DisagreementError.
+    """
+    lowered = train_step.lower(state, batch)
+    if store.num_processes() > 1:
+        digest = program_digest(lowered)
+        check_agreement("program", {"program of the step": digest}, LIMITS["compile"])
+    return lowered.compile()
 
 
 def describe_probe(probe: Probe) -> str:

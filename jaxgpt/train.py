@@ -34,15 +34,18 @@ from jaxgpt.evaluation.perplexity import (
     store_bytes,
 )
 from jaxgpt.evaluation.sets import eval_stores
-from jaxgpt.model import gpt
+from jaxgpt.model import gpt, turns
 from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
-from jaxgpt.parallel.agreement import check_agreement
+from jaxgpt.parallel.agreement import check_agreement, facts_of_devices, facts_of_start
 from jaxgpt.run_folder import check_never_saved, claim_folder, copy_kept, write_run_files
 from jaxgpt.runtime.devices import start_jax
+from jaxgpt.runtime.hosts import START_TIMEOUT
+from jaxgpt.runtime.peers import Peers
 from jaxgpt.runtime.signals import Stop
-from jaxgpt.runtime.watchdog import Watchdog
+from jaxgpt.runtime.stopping import SharedStop
+from jaxgpt.runtime.watchdog import LIMITS, Watchdog
 from jaxgpt.training import metrics, optimizer, step
 from jaxgpt.training import state as states
 from jaxgpt.training.probe import probe_gradients
@@ -72,15 +75,25 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
     Raises Interrupted after a signal, when the state is durable; ConfigError, DataError and
     NothingRestorable before the first step; StorageError when saving keeps failing; NumericsError
     after `train.max_nonfinite` skipped steps in a row, or if the compiler gets gradients wrong;
-    DisagreementError where processes were started differently.
+    DisagreementError where processes were started differently. A stuck or lost process ends all.
     """
     run_dir = Path(cfg.run.dir)
-    with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(Stop())
-        dog = stack.enter_context(Watchdog())
+    log: metrics.RunLog | None = None  # once open, messages go above its progress bar
 
+    def note(line: str) -> None:
+        (log.note if log else say)(line)
+
+    with (
+        Stop() as signals,
+        Watchdog() as dog,
+        Peers(dog, note) as peers,
+        SharedStop(signals, dog, note) as stop,
+        contextlib.ExitStack() as stack,
+        peers.telling(),
+    ):
         # Open: data and devices decide what the configuration leaves open, or refuse it.
         with dog.phase("open", detail=blocks.reading):
+            check_agreement("start", facts_of_start(cfg), START_TIMEOUT)
             newest = None if cfg.run.overwrite else load.newest_record(run_dir)
             history = start.recorded_history(cfg, newest)
             data = stream.open_data(
@@ -100,15 +113,9 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         for line in start_jax(cfg).lines:
             say(line)
         say(start.describe_dtypes(cfg))
-        check_agreement(
-            {
-                "data.store": data.mixture.names,
-                "data, run.seed or model.seq_len": [data.digest],
-                "eval.store": [store.digest for store in eval_sets.values()],
-                "train.num_steps": [str(total)],
-                "run.init_from": [source.digest] if source else [],
-            }
-        )
+        facts = start.facts_of_data(data, eval_sets, total, newest, source)
+        with dog.phase("open"):
+            check_agreement("data", facts | facts_of_devices(), LIMITS["open"])
         mesh = meshes.make_mesh(cfg.mesh)
         for rows, key in ramp.batch_sizes(cfg.train).items():
             meshes.check_batch(mesh, rows, cfg.train.micro_batch or rows, key)
@@ -117,17 +124,18 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         placed = states.state_shardings(mesh, cfg, tx)
         if whole := sharding.describe_unsharded(mesh, model):
             say(whole)
+        if (stages := mesh.shape["stage"]) > 1:
+            say(turns.describe(cfg.train.accum_steps, stages, cfg.mesh.rounds))
         claim_folder(run_dir, cfg, say)
 
         # Restore: the newest verified checkpoint, or the initial state in a folder without a run.
-        log: metrics.RunLog | None = None  # once open, messages go above its progress bar
         ckpt = Checkpointer(
             run_dir / "ckpt",
             keep=cfg.checkpoint.keep,
             keep_every=cfg.checkpoint.keep_every,
             identity=start.identity(cfg, data),
             config_dict=config.to_dict(cfg),
-            log=lambda line: (log.note if log else say)(line),
+            log=note,
         )
         stack.callback(ckpt.close)
         with dog.phase("compile"):
@@ -160,8 +168,9 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             if done < total:
                 say(start.describe_probe(probe_gradients(cfg)))
             train_step = step.make_train_step(cfg, tx, mesh, placed)
+            devices = mesh.devices.ravel().tolist()
+            peak = metrics.measure_matmul_peak(cfg.train.compute_dtype, devices)
         flops = gpt.flops_per_token(cfg.model, True), gpt.flops_per_token(cfg.model, False)
-        peak = metrics.measure_matmul_peak(cfg.train.compute_dtype, mesh.devices.ravel().tolist())
         say(metrics.describe(cfg, parameters.count(model), flops, peak))
         ledger = Ledger(data, position, restored.record.meta.get("ledger") if restored else None)
         log = metrics.RunLog(
@@ -177,6 +186,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         stack.callback(log.close)
 
         def save() -> None:
+            check_agreement("save", start.facts_of_save(cfg, done, position), LIMITS["save"])
             ledger.advance(position)
             meta = log.state() | {"mixture": histories.record(data), "ledger": ledger.state()}
             ckpt.save(done, state, position=position, meta=meta)
@@ -200,7 +210,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         )
         compiled_for = 0  # rows of an update
         with contextlib.closing(batches):
-            while done < total and not stop.reason:
+            while done < total and not stop.reached(done):
+                dog.begin(done + 1)
                 rows = ramp.batch_rows(cfg, position)
                 compiles = rows != compiled_for
                 with dog.phase("compile" if compiles else "step"):
@@ -211,23 +222,28 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
                             log.note(f"{change} (train.batch_ramp)")
                         began = time.monotonic()
                         with dog.phase("data", detail=blocks.reading):
-                            batch = next(batches)
+                            local = next(batches)
                         waited = 0.0 if compiles else time.monotonic() - began
-                        state, scalars = train_step(state, sharding.to_global(mesh, batch))
+                        batch = sharding.to_global(mesh, local)
+                        if compiles:
+                            update = start.compile_step(train_step, state, batch)
+                        state, scalars = update(state, batch)
                     done, position, compiled_for = done + 1, position + rows, rows
-                    log.push(done, scalars, position=position, data_wait=waited)
+                    with dog.phase("wait"):
+                        log.push(done, scalars, position=position, data_wait=waited)
                 check_numerics(cfg, log.last)
                 fault("step")
                 if cfg.eval.every and done % cfg.eval.every == 0 and done < total:
                     evaluate(cfg.eval.max_rows)
-                saver.poll()
-                if saver.due(done) or stop.save_now:
-                    stop.save_now = False
+                if saver.poll():
+                    stop.ask_to_save()
+                if stop.save_due(done) or saver.due(done):
                     with dog.phase("save"), log.paused():
                         saver.save(done)
 
         # Stop: the last step is durable before anything is said about it.
-        log.flush()
+        with dog.phase("wait"):
+            log.flush()
         check_numerics(cfg, log.last)
         with dog.phase("save"):
             saver.finish(done)

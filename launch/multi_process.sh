@@ -36,11 +36,6 @@ exec {guard}> >(
   while read -r group; do groups+=("-$group"); done
   kill -KILL -- "${groups[@]}"
 )
-prefixed() (
-  trap '' INT TERM HUP
-  while IFS= read -r line || [ -n "$line" ]; do echo "[$1] $line" >&2; done
-)
-
 declare -A running=()
 # shellcheck disable=SC2329 # called by the traps
 pass() { [ ${#running[@]} = 0 ] || kill "-$1" "${running[@]}" 2>/dev/null || :; }
@@ -60,20 +55,23 @@ for ((i = 0; i < count; i++)); do
   echo "$!" >&"$guard"
 done
 
-codes=() deadline=""
-while [ ${#running[@]} -gt 0 ]; do
-  wait -n "${running[@]}" 2>/dev/null || : # a signal ends the waiting, too, so look who is gone
-  for i in "${!running[@]}"; do
-    if kill -0 "${running[$i]}" 2>/dev/null; then continue; fi
-    code=0
-    wait "${running[$i]}" 2>/dev/null || code=$?
-    unset "running[$i]"
-    codes+=("$code")
-    if [ "$code" != 0 ]; then say "process $i ended with exit code $code"; fi
-    if [ "$code" = 0 ] || [ -n "$deadline" ] || [ ${#running[@]} = 0 ]; then continue; fi
-    (sleep "${JAXGPT_GRACE:-120}" && kill -KILL "${running[@]}") {guard}>&- >/dev/null 2>&1 &
-    deadline=$!
-    echo "$deadline" >&"$guard"
+{ # read whole by Bash, so that a change of this file meanwhile is not
+  codes=() deadline=""
+  while [ ${#running[@]} -gt 0 ]; do
+    wait -n "${running[@]}" 2>/dev/null || : # a signal ends the waiting, too, so look who is gone
+    for i in "${!running[@]}"; do
+      if kill -0 "${running[$i]}" 2>/dev/null; then continue; fi
+      code=0
+      wait "${running[$i]}" 2>/dev/null || code=$?
+      unset "running[$i]"
+      codes+=("$code")
+      [ "$code" != 0 ] || continue
+      say "process $i ended with exit code $code"
+      if [ -n "$deadline" ] || [ ${#running[@]} = 0 ]; then continue; fi
+      (sleep "${JAXGPT_GRACE:-120}" && kill -KILL "${running[@]}") {guard}>&- >/dev/null 2>&1 &
+      deadline=$!
+      echo "$deadline" >&"$guard"
+    done
   done
-done
-exit "$(most_telling "${codes[@]}")"
+  exit "$(most_telling "${codes[@]}")"
+}

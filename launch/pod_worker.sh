@@ -29,20 +29,18 @@ python_of_this_host() {
 case ${1:-} in
   start)
     exec 9>"$job/lock"
-    flock -n 9 || exit 0
-    rm -f "$job/code"
+    flock -w 2 9 || exit 0
+    rm -f "$job/code" "$job/pid"
     python=$(python_of_this_host 9>&-)
     export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
     # shellcheck disable=SC2016 # expanded by the job
-    nohup bash -c 'source launch/processes.sh; code=0; attend "$@" || code=$?; echo "$code" >"$0/code"' \
+    nohup setsid bash -c 'source launch/processes.sh; code=0; attend "$@" || code=$?; echo "$code" >"$0/code"' \
       "$job" "$python" -m jaxgpt.cli "${@:2}" >"$job/log" 2>&1 </dev/null &
     echo "$!" >"$job/pid"
     ;;
   follow)
-    tail -n 200 -F "$job/log" 2>/dev/null &
+    if running; then tail -n 200 -f -s 0.2 --pid "$(cat "$job/pid")" "$job/log"; else tail -n 200 "$job/log"; fi
     flock "$job/lock" true
-    sleep 1 # for the last lines
-    kill "$!"
     ;;
   state) if running; then echo state=running; else echo "state=$(cat "$job/code" 2>/dev/null || echo none)"; fi ;;
   step)

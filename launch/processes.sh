@@ -1,7 +1,15 @@
 # Shared by the launch scripts (sourced, not run): processes that are passed signals, and what their exit codes tell.
 # shellcheck shell=bash
 
-say() { echo "jaxgpt: $*" >&2; }
+# Who reads what is printed may leave, and a terminal may close: that must not end what is looked after here.
+trap '' PIPE
+say() { echo "jaxgpt: $*" >&2 || :; }
+
+# prefixed WORD: standard input to standard error, each line behind [WORD].
+prefixed() (
+  trap '' INT TERM HUP
+  while IFS= read -r line || [ -n "$line" ]; do echo "[$1] $line" >&2 || :; done
+)
 
 # most_telling CODE ...: of the exit codes of a job's processes the one that says what happened: a cause rather than
 # what it did to the others, who find that a peer is lost (76) or are ended by the runtime (134).
@@ -21,7 +29,7 @@ most_telling() {
 # `stopped` names the signal that asked for an end, "" without.
 stopped=""
 attend() {
-  local child="" code
+  local child="" code=0
   pass() { [ -z "$child" ] || kill "-$1" -- "$2$child" 2>/dev/null || :; }
   trap 'stopped=INT; pass INT -' INT # as a terminal does: to the whole group
   trap 'stopped=HUP; pass HUP -' HUP
@@ -32,11 +40,10 @@ attend() {
   child=$!
   set +m
   [ -z "$stopped" ] || pass TERM "" # a signal came before there was whom to pass it on to
-  while :; do
-    code=0
-    wait "$child" 2>/dev/null || code=$?
-    kill -0 "$child" 2>/dev/null || break # else a signal ended the waiting, and nothing more
+  while kill -0 "$child" 2>/dev/null; do
+    wait "$child" 2>/dev/null || : # which a signal ends, too; the code of what is gone can be asked for again
   done
+  wait "$child" 2>/dev/null || code=$?
   pass KILL -
   trap - INT HUP TERM USR1
   return "$code"

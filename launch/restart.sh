@@ -9,7 +9,7 @@
 
 # shellcheck source=launch/processes.sh
 source "$(dirname "${BASH_SOURCE[0]}")/processes.sh"
-restarts=0 stalls=0 faults=0 pause=0
+restarts=0 stalls=0 faults=0 pause=0 after=-1
 
 # run_dir_of PYTHON WORD ...: run.dir of the configuration these words of `train` make; of a wrong one nothing, as the
 # command itself says what is wrong.
@@ -35,9 +35,9 @@ newest_step() {
 }
 
 # judge CODE STEP RUN_DIR: succeed if a job that ended with CODE, and began when STEP was the newest, is to be started
-# again, `pause` seconds from now. One line says why, or why not.
+# again, `pause` seconds from now; `after` is the newest step then. One line says why, or why not.
 judge() {
-  local code=$1 before=$2 after limit=${JAXGPT_RESTARTS:-3}
+  local code=$1 before=$2 limit=${JAXGPT_RESTARTS:-3}
   case $code in
     0) return 1 ;;
     1 | 70 | 74 | 75 | 76 | 134 | 137 | 139) ;;
@@ -51,9 +51,9 @@ judge() {
   fi
   case $code in 1 | 70 | 74 | 139) faults=$((faults + 1)) ;; esac
   if ((faults > 1)); then say "exit code $code again, newest saved step $after: not tried a third time" && return 1; fi
-  if ((stalls >= limit)); then say "exit code $code: $stalls restarts did not get past step $after, stop" && return 1; fi
-  restarts=$((restarts + 1))
-  pause=$((code == 75 ? 0 : ${JAXGPT_BACKOFF:-10} << stalls))
+  if ((stalls >= limit)); then say "exit code $code: still at step $after after $stalls restart(s)" && return 1; fi
+  ((restarts += 1))
+  pause=$((code == 75 ? 0 : ${JAXGPT_BACKOFF:-10} << (stalls < 5 ? stalls : 5)))
   say "exit code $code, newest saved step $after (was $before): restart $restarts in $pause s"
 }
 
@@ -61,12 +61,12 @@ judge() {
 until_done() {
   local run=$1 before code
   shift
+  before=$(newest_step "$run") || return
   while :; do
-    before=$(newest_step "$run") || return
-    code=0
-    attend "$@" || code=$?
+    attend "$@" && code=0 || code=$?
     if [ -n "$stopped" ]; then say "stopped by SIG$stopped, exit code $code" && return "$code"; fi
     judge "$code" "$before" "$run" || return "$code"
+    before=$after
     sleep "$pause"
   done
 }
@@ -75,4 +75,5 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   set -euo pipefail
   [ $# -ge 2 ] || { say "usage: bash launch/restart.sh RUN_DIR COMMAND ..." && exit 64; }
   until_done "$@"
+  exit # Bash reads a script bit by bit: what is changed in it meanwhile must not be read
 fi

@@ -56,6 +56,7 @@ newest_step() { ready && again on_first step "${words[@]}" | sed -n 's/^step=//p
 
 attempt() {
   local codes
+  set +m # so that what it calls is in its own group, to which Ctrl-C is passed on
   again on_all start "${words[@]}" >&2 && again on_first follow || return
   while codes=$(again on_all state | sed -n 's/^state=//p') || return; [[ "$codes" = *running* ]]; do
     sleep "${JAXGPT_POLL:-15}" # the other hosts end when they find the first gone
@@ -64,12 +65,14 @@ attempt() {
   return "$(most_telling ${codes//none/137})"
 }
 
-code=0
-if [ "$1" = --stop ]; then
-  if [ "$(slice_state)" = ACTIVE ]; then on_all stop || say "not all hosts answer; the slice is deleted all the same"; fi
-  tpus delete "$POD" --force || code=$?
-else
-  until_done "" attempt || code=$?
-  [ -z "$stopped" ] || say "the job goes on; the same command goes on watching it"
-fi
-exit "$code"
+{ # read whole by Bash, so that a change of this file meanwhile is not
+  code=0
+  if [ "$1" = --stop ]; then
+    if [ "$(slice_state)" = ACTIVE ]; then on_all stop || say "not all hosts answer; the slice goes all the same"; fi
+    tpus delete "$POD" --force || code=$?
+  else
+    until_done "" attempt || code=$?
+    [ -z "$stopped" ] || say "the job goes on; the same command goes on watching it"
+  fi
+  exit "$code"
+}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from jaxgpt import config
@@ -83,6 +86,42 @@ def jaxgpt(*args: str, devices: int = 1, **environment: str) -> subprocess.Compl
         text=True,
         timeout=300,
     )
+
+
+def together(
+    count: int, *args: str, devices: int = 1, **environment: str
+) -> list[subprocess.CompletedProcess]:
+    """Run the command in `count` processes that meet on this machine, and return all of them."""
+    address = f"localhost:{free_port()}"
+    environment = process_environment(devices, **environment)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * count)]
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-m", "jaxgpt.cli", *args]
+                + [f"--coordinator={address}", f"--process={process}", f"--processes={count}"],
+                env=environment,
+                stdout=files[2 * process],
+                stderr=files[2 * process + 1],
+            )
+            for process in range(count)
+        ]
+        for each in running:
+            stack.callback(each.kill)
+        codes = [each.wait(timeout=400) for each in running]
+        for file in files:
+            file.seek(0)
+        texts = [file.read() for file in files]
+    return [
+        subprocess.CompletedProcess(running[i].args, codes[i], texts[2 * i], texts[2 * i + 1])
+        for i in range(count)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
 
 
 def process_environment(devices: int = 1, **environment: str) -> dict[str, str]:

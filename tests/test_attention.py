@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -10,8 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxgpt.errors import ConfigError
 from jaxgpt.model import attention
-from jaxgpt.model.attention import BLOCK, attend_cached, default_impl
+from jaxgpt.model.attention import Task, attend_cached, choose, describe
+from jaxgpt.model.block_attention import BLOCK, block_attention
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.sharding import Placement
 
 # Compiled as a whole: run op by op, these tests would compile ten times as much.
 attend = jax.jit(
@@ -195,16 +201,128 @@ def test_dropout_of_a_row_does_not_depend_on_the_batch():
 
 def test_what_an_implementation_cannot_do_is_refused():
     q, k, v = inputs((2, 2), length=4)
-    with pytest.raises(ValueError, match="'dot_product' has neither softcap nor dropout"):
+    with pytest.raises(ConfigError, match="'dot_product': model.attn_softcap = 2 would have to be"):
         attend(q, k, v, softcap=2.0, impl="dot_product")
     with pytest.raises(ValueError, match="dropout = 0.5 needs dropout_keys"):
         attend(q, k, v, dropout=0.5)
-    with pytest.raises(ValueError, match="'flash'"):
+    with pytest.raises(ConfigError, match="'flash': must be auto or one of blocks, "):
         attend(q, k, v, impl="flash")
 
 
-def test_cpu_uses_blocks():
-    assert default_impl(jnp.zeros((1, 1, 1, 8)), plain=False, unmasked=False) == "blocks"
+TPU = Task("tpu", "bfloat16", 4096, 128)
+GPU = Task("gpu", "bfloat16", 4096, 128)
+CPU = Task("cpu", "float32", 256, 64)
+EVERYTHING = dict(documents=True, window=64, softcap=30.0)
+
+
+@pytest.mark.parametrize(
+    "task, right",
+    [
+        (CPU._replace(**EVERYTHING, dropout=0.1), "blocks"),
+        (TPU._replace(**EVERYTHING), "splash"),
+        (TPU._replace(dtype="float32", H=80, T=1000), "splash"),
+        (TPU._replace(dropout=0.1), "blocks"),
+        (GPU._replace(documents=True, window=64), "cudnn"),
+        (GPU._replace(dtype="float32"), "blocks"),
+        (GPU._replace(softcap=30.0), "blocks"),
+        (GPU._replace(H=100), "blocks"),
+        (GPU._replace(H=256), "blocks"),
+        (GPU._replace(T=257), "blocks"),
+        (TPU._replace(**EVERYTHING, context=4), "ring"),
+    ],
+)
+def test_the_fastest_way_that_can_do_all_that_is_asked_is_chosen(task, right):
+    assert choose(task) == right
+
+
+@pytest.mark.parametrize(
+    "task, wanted, message",
+    [
+        (CPU, "splash", "'splash': a TPU is needed, not a cpu"),
+        (TPU, "cudnn", "'cudnn': an NVIDIA GPU is needed, not a tpu"),
+        (TPU._replace(dropout=0.1), "splash", "model.dropout = 0.1 would have to be 0"),
+        (GPU._replace(softcap=30.0), "cudnn", "model.attn_softcap = 30 would have to be 0"),
+        (GPU._replace(dtype="float32"), "cudnn", "train.compute_dtype = float32 would have"),
+        (GPU._replace(H=264), "cudnn", "the head width 264 would have to be at most 256"),
+        (GPU._replace(context=2), "cudnn", "mesh.context = 2 needs the ring"),
+    ],
+)
+def test_a_way_that_cannot_do_what_is_asked_is_refused_with_the_reason(task, wanted, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        choose(task, wanted)
+    assert "\n" not in str(refused.value)
+
+
+def test_heads_that_only_new_gpus_take_are_left_to_those_who_ask():
+    assert choose(GPU._replace(H=256), "cudnn") == "cudnn"
+
+
+MODEL = ModelConfig(embed_dim=512, num_heads=4, seq_len=2048)
+
+
+@pytest.mark.parametrize(
+    "platform, context, changes, right",
+    [
+        ("cpu", 1, {}, "attention: blocks"),
+        ("tpu", 1, {"sliding_window": 64, "global_every": 2}, "attention: splash"),
+        ("gpu", 1, {"documents": True},
+         "attention: cudnn, documents as a mask of 8.4 MB per row on a device"),
+        ("gpu", 1, {"attn_softcap": 30.0},
+         "attention: blocks, slower than cudnn, for which model.attn_softcap = 30 would have to "
+         "be 0"),
+        ("tpu", 1, {"attention": "reference"},
+         "attention: reference, as train.attention says; auto would take splash, which is faster"),
+        ("tpu", 4, {"sliding_window": 100, "global_every": 2},
+         "attention: ring over 4 devices, each 512 tokens of a row; splash, with the last 99 keys "
+         "of the devices before"),
+    ],
+)  # fmt: skip
+def test_what_is_chosen_is_told_in_a_line_with_what_would_be_faster(
+    platform, context, changes, right
+):
+    changes = dict(changes)
+    cfg = Config(
+        data=DataConfig(document_mask=changes.pop("documents", False)),
+        train=TrainConfig(attention=changes.pop("attention", "auto")),
+        model=dataclasses.replace(MODEL, **changes),
+    )
+    assert describe(cfg, platform, context) == right
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_each_device_gets_the_kv_heads_of_its_queries(kv_heads):
+    # 8 query heads on 4 devices, 2 each: with 2 kv heads, devices 0 and 1 need the first.
+    qkv = inputs((8, kv_heads), length=20)
+    shards = Placement(make_mesh(MeshConfig(data=2, tensor=4)))
+    found, right = (
+        jax.jit(lambda *x, s=s: with_gradients(lambda *y: attention.attend(*y, shards=s), *x))(*qkv)
+        for s in (shards, None)
+    )
+    for mine, other in zip(found, right, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-6)
+
+
+def test_dropout_is_the_same_whatever_rows_and_heads_a_device_holds():
+    q, k, v = inputs((4, 2), length=20)
+    options = dict(dropout=0.4, dropout_keys=jax.random.split(jax.random.key(0), B))
+    shards = Placement(make_mesh(MeshConfig(data=2, tensor=4)))
+    split = jax.jit(lambda *x: attention.attend(*x, shards=shards, **options))(q, k, v)
+    np.testing.assert_allclose(split, attend(q, k, v, **options), atol=1e-6)
+
+
+def test_blocks_that_are_computed_again_give_the_same_and_keep_no_weights():
+    qkv = inputs((4, 2))
+    again, once = (
+        lambda *x, r=r: block_attention(*x, rows=64, recompute=r) for r in (True, False)
+    )  # fmt: skip
+    for mine, other in zip(
+        *(jax.jit(lambda *x, f=f: with_gradients(f, *x))(*qkv) for f in (again, once)), strict=True
+    ):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+    kept = [
+        x.shape for x in jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(again, *x)[1], *qkv))
+    ]
+    assert kept and all(T not in shape[-1:] and 64 not in shape[-1:] for shape in kept)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 1.5}, {"scale": 0.1}])

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "data": BASE | {"tokenization"},
     "corpus": DATA,
     "model": BASE,
-    "parallel": DATA | {"model"},
+    "parallel": DATA | {"model", "runtime"},
     "training": DATA | {"model", "parallel", "runtime"},
     "planning": DATA | {"model", "parallel", "training", "runtime"},
     "checkpoint": DATA | {"model", "parallel", "training", "runtime"},
@@ -38,7 +38,8 @@ MAY_IMPORT["start"] = MAY_IMPORT["evaluation"] | {"evaluation"}
 MAY_IMPORT["run_folder"] = DATA | {"training"}
 MAY_IMPORT["train"] = set(MAY_IMPORT) - {"corpus"}
 MAY_IMPORT["commands"] = set(MAY_IMPORT)
-MAY_IMPORT["cli"] = BASE | {"commands", "runtime"}
+MAY_IMPORT["options"] = BASE
+MAY_IMPORT["cli"] = BASE | {"options", "commands", "runtime"}
 ONLY_IN = {
     "tensorflow": {"data", "corpus/tfds_source.py"},
     "tensorflow_datasets": {"corpus/tfds_source.py"},

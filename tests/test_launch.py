@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / ".ci/run"])
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
+# What is not sourced by others opens with its usage.
+RUN = [path for path in SCRIPTS if path.read_text().startswith("#!")]
 
 
 def shell(script: str, **environment: str) -> subprocess.CompletedProcess:
@@ -42,6 +44,21 @@ def test_scripts_pass_shellcheck(script):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
 def test_scripts_stay_short(script):
     assert len(script.read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize("script", RUN, ids=lambda p: p.name)
+def test_scripts_open_with_a_comment_and_stop_at_the_first_error(script):
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash" and lines[1].startswith("# ")
+    code = [line.strip() for line in lines if line and not line.startswith("#")]
+    assert "set -euo pipefail" in code
+    assert os.access(script, os.X_OK)
+
+
+def test_an_interpreter_that_is_named_is_used_as_it_is():
+    assert shell("jaxgpt_python", JAXGPT_PYTHON="/opt/conda/bin/python").stdout == (
+        "/opt/conda/bin/python\n"
+    )
 
 
 def test_the_newest_python_on_path_or_in_pyenv_is_chosen(tmp_path):

@@ -12,8 +12,8 @@ from tiny import TINY, VARIETY
 from jaxgpt.config import Config, DataConfig, TrainConfig
 from jaxgpt.errors import NumericsError
 from jaxgpt.model import blocks
+from jaxgpt.parallel.xla_options import of_dtype
 from jaxgpt.training.probe import probe_gradients, twin
-from jaxgpt.training.step import compiler_options
 
 MODEL = dataclasses.replace(TINY, seq_len=256)  # two attention blocks of 128
 
@@ -26,7 +26,7 @@ def config(compute_dtype: str, **changes) -> Config:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_options_of_the_run_pass(dtype):
     probe = probe_gradients(config(dtype))
-    assert probe.options == compiler_options(dtype, "cpu")
+    assert probe.options == of_dtype(dtype, "cpu")
     assert probe.leaf_error <= probe.tolerance and probe.loss_error <= probe.tolerance
     assert (probe.leaf_error > 0) == (dtype == "bfloat16")  # the same program twice, or not
 

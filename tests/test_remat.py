@@ -54,7 +54,7 @@ def test_gradients_do_not_depend_on_what_is_kept(stacked):
         cfg = dataclasses.replace(plain, remat="full", remat_save=save)
         found = jax.jit(jax.grad(functools.partial(loss, cfg)))(params)
         for mine, other in zip(*map(jax.tree.leaves, (found, right)), strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+            assert np.linalg.norm(mine - other) < 1e-6 * np.linalg.norm(other)
 
 
 def test_a_cpu_keeps_what_would_be_moved_to_the_host():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 from programs import outcome, python
 
 from jaxgpt.runtime import environment
+from jaxgpt.runtime.environment import may_have_accelerator
 
 
 @pytest.fixture
@@ -87,3 +89,57 @@ def test_log_levels_set_by_the_user_win(monkeypatch):
     environment.prepare_environment(["not", "this", "process"])
     assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
     assert os.environ.pop("TF_ENABLE_ONEDNN_OPTS") == "0"
+
+
+def test_a_machine_without_an_accelerator_computes_on_its_cpu():
+    assert not may_have_accelerator([], {"PATH": "/bin", "TPU_LIBRARY_PATH": "/x"})
+    assert not may_have_accelerator([], {"SLURM_GPUS_ON_NODE": "0", "TPU_NAME": ""}, ["xla_cuda13"])
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel0", "/dev/vfio/0"],
+)
+def test_the_file_of_a_driver_is_an_accelerator(file):
+    assert may_have_accelerator([file], {})
+    assert any(fnmatch(file, pattern) for pattern in environment.DEVICE_FILES)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"TPU_WORKER_ID": "0"},
+        {"TPU_NAME": "pod"},
+        {"TPU_PROCESS_ADDRESSES_PATH": "/etc/tpu"},
+        {"JAX_FORCE_TPU_INIT": "1"},
+        {"SLURM_GPUS_ON_NODE": "8"},
+    ],
+)
+def test_a_variable_of_whoever_hands_out_accelerators_is_one(environ):
+    assert may_have_accelerator([], environ)
+
+
+def test_a_plugin_for_other_hardware_is_left_to_look_for_it():
+    assert may_have_accelerator([], {}, ["xla_cuda13", "neuron"])
+
+
+def test_without_an_accelerator_jax_starts_on_the_cpu_and_says_nothing(program, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    code = "\n".join(
+        (
+            "from jaxgpt.runtime import environment",
+            "environment.DEVICE_FILES = ()",  # also where this test has some
+            "environment.prepare_environment(['x'])",
+            "import jax",
+            "print(jax.devices()[0].platform)",
+        )
+    )
+    unset = {name: "" for name in environment.DEVICE_VARIABLES}
+    assert outcome(python(code, env=unset | {"SLURM_GPUS_ON_NODE": "0"})) == (0, "cpu\n", "")
+
+
+def test_the_platform_that_the_user_chose_wins(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    monkeypatch.setattr(environment, "may_have_accelerator", lambda *_: False)
+    environment.prepare_environment(["x"])
+    assert os.environ["JAX_PLATFORMS"] == "cuda,cpu"

@@ -34,8 +34,8 @@ def run(recorder: Recorder, steps: int, every: int, last: int = -1) -> None:
     saver = Saver(recorder, every, last, lambda: recorder.start(done))
     while done < steps:
         done += 1
-        saver.poll()
-        if saver.due(done):
+        again = saver.poll()
+        if again or saver.due(done):
             saver.save(done)
     saver.finish(done)
 

@@ -29,7 +29,6 @@ from jaxgpt.training.audit import rows_digest
 from jaxgpt.training.optimizer import build
 from jaxgpt.training.state import TrainState, abstract_state, state_shardings
 from jaxgpt.training.step import (
-    compiler_options,
     gradients,
     make_train_step,
     train_step,
@@ -586,13 +585,6 @@ def test_eight_micro_batches_need_clearly_less_memory_than_one_batch():
 def test_all_of_the_state_is_donated():
     state = sum(x.nbytes for x in jax.tree.leaves(initial(config(LONG, micro_batch=8))))
     assert compiled(8).alias_size_in_bytes == state
-
-
-def test_the_onednn_option_is_for_bfloat16_on_cpu_only():
-    name = "xla_cpu_experimental_onednn_custom_call"
-    assert compiler_options("bfloat16", "cpu") == {name: True}
-    assert compiler_options("float32", "cpu") == {name: False}  # also where XLA_FLAGS sets it
-    assert compiler_options("bfloat16", "tpu") == compiler_options("float32", "gpu") == {}
 
 
 def test_bfloat16_compute_agrees_with_float32_within_its_rounding():

@@ -411,20 +411,23 @@ def test_a_disk_that_fails_while_training_ends_the_run_and_the_same_command_goes
 
 
 def test_processes_compare_their_data_before_anything_is_made(monkeypatch, root):
-    compared = []
+    compared = {}
 
-    def differ(facts):
-        compared.append(facts)
-        raise DisagreementError("data.store: process 1 has a, process 0 has b")
+    def differ(name, facts, timeout):
+        compared[name] = facts
+        if name == "data":
+            raise DisagreementError("data.store: process 1 has a, process 0 has b")
 
     monkeypatch.setattr("jaxgpt.train.check_agreement", differ)
     with pytest.raises(DisagreementError) as stopped:
         train(tiny(root, "disagree"))
     assert stopped.value.exit_code == 78 and not (root / "disagree").exists()
-    (facts,) = compared
-    assert list(facts["data.store"]) == [open_store(root / "store").digest]
+    assert list(compared) == ["start", "data"]
+    assert compared["start"]["train.num_steps"] == 20
+    facts = compared["data"]
+    assert facts["data.store"] == [open_store(root / "store").digest]
     assert facts["eval.store"] == [open_store(root / "store", "valid").digest]
-    assert facts["train.num_steps"] == ["20"]
+    assert [facts[key] for key in facts if key.startswith("last step")] == [20]
 
 
 def test_other_weights_need_permission_and_begin_where_the_run_is(monkeypatch, root):

@@ -1,38 +1,38 @@
-"""The little that processes must agree on around a checkpoint; with one process nothing happens."""
+"""The little that processes must agree on around a checkpoint; with one process nothing happens.
+
+All of it goes through the key-value store: it needs no device, so it may run in a thread beside the
+training steps, and ends in time where a process is missing.
+"""
 
 from __future__ import annotations
 
-import itertools
+import socket
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
-
 from jaxgpt.checkpoint.record import Damaged
-from jaxgpt.errors import JaxgptError, StorageError
+from jaxgpt.errors import ConfigError, StorageError, one_line
+from jaxgpt.runtime import store
 
 T = TypeVar("T")
-_barriers = itertools.count()  # a barrier's name works once; all processes count alike
+# Seconds for the slowest process to read, check or prepare what another has done already.
+PATIENCE = 7200.0
 
 
 def is_first() -> bool:
     """Return whether this process owns names, records and deletions."""
-    return jax.process_index() == 0
+    return store.process_index() == 0
 
 
 def barrier(name: str, timeout: float) -> None:
-    """Wait until every process is here, at most `timeout` seconds.
-
-    Safe in a background thread, for it uses no device.
-    """
-    if jax.process_count() > 1:
-        key = f"jaxgpt-checkpoint-{name}-{next(_barriers)}"
-        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=int(1000 * timeout))
+    """Wait until every process is here; raises StorageError after `timeout` seconds."""
+    try:
+        store.decide(f"checkpoint/{name}", 0, len, timeout)
+    except (TimeoutError, ConnectionError) as error:
+        raise StorageError(str(error)) from None
 
 
 def appears(path: Path, patience: float = 60.0) -> bool:
@@ -45,28 +45,58 @@ def appears(path: Path, patience: float = 60.0) -> bool:
     return True
 
 
+def check_shared(path: Path, patience: float = 60.0) -> None:
+    """Raise ConfigError unless this process reads in `path` what the first one wrote there.
+
+    On file systems of many hosts it may take a while to be seen, at most `patience` seconds.
+    """
+    written, deadline = from_first(_content(path)), time.monotonic() + patience
+    while _content(path) != written:
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"{path.parent}: process {store.process_index()} ({socket.gethostname()}) does not "
+                "see what process 0 wrote there; run.dir must be one folder, on a file system that "
+                "all hosts share"
+            )
+        time.sleep(0.5)
+
+
+def _content(path: Path) -> int:
+    """Return 32 bits that tell the contents of files apart; -1 for no file."""
+    try:
+        return zlib.crc32(path.read_bytes())
+    except OSError:
+        return -1
+
+
 def from_first(value: int) -> int:
-    """Return the first process's `value`, -1 <= value < 2**61, in two words of JAX's 32 bits."""
-    if jax.process_count() == 1:
-        return value
-    words = np.array([(value + 1) >> 31, (value + 1) & 0x7FFFFFFF], np.int32)
-    high, low = (int(word) for word in multihost_utils.broadcast_one_to_all(words))
-    return (high << 31 | low) - 1
+    """Return the first process's `value`; raises StorageError where it does not come."""
+    try:
+        return store.from_first("checkpoint/first", value, PATIENCE)
+    except (TimeoutError, ConnectionError) as error:
+        raise StorageError(str(error)) from None
 
 
-def together(action: Callable[[], T]) -> T:
-    """Return `action()`; when one process fails as Damaged or StorageError, all of them do."""
-    error: JaxgptError | None = None
+def together(action: Callable[[], T], name: str = "outcome", timeout: float = PATIENCE) -> T:
+    """Return `action()`; when it raises in one process, the others raise Damaged or StorageError.
+
+    A `name` is used by one thread at a time. Whoever does not come in `timeout` seconds has failed.
+    """
+    error: Exception | None = None
     try:
         result = action()
-    except (Damaged, StorageError) as caught:
+    except Exception as caught:
         error = caught
-    if jax.process_count() > 1:
+    if store.num_processes() > 1:
         mine = 0 if error is None else 1 if isinstance(error, Damaged) else 2
-        worst = int(np.max(multihost_utils.process_allgather(np.int32(mine))))
+        said = [mine, -store.process_index(), one_line(error or "")]
+        try:
+            worst, number, text = store.decide(f"checkpoint/{name}", said, max, timeout)
+            text = f"process {-number}: {text}"
+        except (TimeoutError, ConnectionError) as missing:
+            worst, text = 2, str(missing)
         if error is None and worst:
-            kind = Damaged if worst == 1 else StorageError
-            error = kind("another process failed; see its message")
+            error = Damaged(text) if worst == 1 else StorageError(text)
     if error is not None:
         raise error
     return result

@@ -19,21 +19,28 @@ class Saver:
     start_save: Callable[[], None]
     failures: int = 0  # since the last save that became durable
     retry: int | None = None  # the step of the second try
+    asked: bool = False  # poll has asked for it
 
     def due(self, done: int) -> bool:
-        second_try = self.failures > 0 and self.retry is None
-        return second_try or (self.every > 0 and done % self.every == 0)
+        return self.every > 0 and done % self.every == 0
 
-    def poll(self) -> None:
-        """Learn how the saves in the background went; a second failure in a row is raised."""
+    def poll(self) -> bool:
+        """Learn how the saves in the background went; return, once, whether one is tried again.
+
+        A second failure in a row is raised. Processes may learn of the same one at different steps,
+        so it is not for each of them to say when the second try is.
+        """
         self._tolerate_one(self.ckpt.poll)
         if self.retry is not None and self._durable() >= self.retry:
             self.failures, self.retry = 0, None
+        again = self.failures > 0 and self.retry is None and not self.asked
+        self.asked = self.asked or again
+        return again
 
     def save(self, done: int) -> None:
         """Begin to save the state after `done` steps, unless that was done."""
         if done > self.last or self.failures:
-            self.retry = done if self.failures else None
+            self.retry, self.asked = (done if self.failures else None), False
             self._tolerate_one(self.start_save)
             self.last = done
 
@@ -54,4 +61,4 @@ class Saver:
             self.failures += 1
             if self.failures > 1:
                 raise
-            print_line(f"jaxgpt: {error}; trying again after the next step")
+            print_line(f"jaxgpt: {error}; trying again soon")

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from jaxgpt.checkpoint import arrays, commit, describe, fingerprint, processes
+from jaxgpt.checkpoint import arrays, commit, describe, fingerprint, lock, processes
 from jaxgpt.checkpoint.faults import fault
 from jaxgpt.checkpoint.load import find_tokenizer, load_params
-from jaxgpt.checkpoint.lock import claim
 from jaxgpt.checkpoint.record import Damaged, Record
 from jaxgpt.checkpoint.verify import (
     Wanted,
@@ -76,12 +75,13 @@ class Checkpointer:
         if processes.is_first():
             self._open_folder()
         processes.barrier("folder", timeout)
+        processes.check_shared(self.root / lock.NAME)
         self._writer = arrays.open_writer(timeout)
 
     def _open_folder(self) -> None:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._lock = claim(self.root)
+            self._lock = lock.claim(self.root)
             self._clean()
         except OSError as error:
             raise ConfigError(
@@ -218,10 +218,9 @@ class Checkpointer:
         step, directory = draft.step, self.root / str(draft.step)
         try:
             with storage_errors(f"{directory}: not saved"):
-                try:
-                    self._write_out(draft, numbers, began)
-                finally:
-                    processes.barrier(f"published-{step}", self._timeout)
+                processes.together(
+                    lambda: self._write_out(draft, numbers, began), "published", self._timeout
+                )
                 if not processes.appears(self.root / f"{step}{commit.SUFFIX}"):
                     raise StorageError(f"{directory}: the first process did not publish it")
                 self.durable_step = step
@@ -234,6 +233,7 @@ class Checkpointer:
                 self._log(f"WARNING: {error}; the process ended without close()")
 
     def _write_out(self, draft: Record, numbers: dict[str, Any], began: float) -> None:
+        """Wait until the arrays are written, then publish the step."""
         directory = self.root / str(draft.step)
         try:
             self._writer.wait_until_finished()

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxgpt.commands.terminal import load_config, say, show, table
-from jaxgpt.errors import ConfigError
+from jaxgpt.errors import ConfigError, JaxgptError
 
 if TYPE_CHECKING:
+    from jaxgpt.planning.compile import Compiled
     from jaxgpt.planning.search import Candidate
 
-MB, GB = 1e6, 1e9
+GB = 1e9
 
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
@@ -44,7 +45,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         show(args, search_text(report.candidates(found)))
     candidate = search.evaluate(cfg, target)
     compiled = None if args.analytic else compile_it(candidate, notes)
-    fixes = [] if candidate.fits and not too_big(candidate, compiled) else search.fixes(candidate)
+    fits = candidate.fits if compiled is None else report.compiler_fits(candidate, compiled)
+    fixes = [] if fits else search.fixes(candidate)
     result = report.report(candidate, fixes, compiled, notes)
     if args.search:
         result["candidates"] = report.candidates(found)
@@ -62,21 +64,19 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def compile_it(candidate: Candidate, notes: list[str]) -> Any | None:
-    """Return what the compiler says, or None with a note on why there is no compiler for it."""
-    from jaxgpt.planning.compile import compile_step
+def compile_it(candidate: Candidate, notes: list[str]) -> Compiled | None:
+    """Return what the compiler says, or None with a note on why it says nothing."""
+    from jaxgpt.planning import compile as compiler
 
     say(f"compiling for {candidate.layout.target.name}; --analytic leaves it out")
     try:
-        return compile_step(candidate.cfg, candidate.layout.target)
-    except ConfigError as error:
-        notes.append(f"not compiled: {error}")
+        done = compiler.compile_step(candidate.cfg, candidate.layout.target)
+    except JaxgptError as error:
+        notes.append(f"not compiled, so this is arithmetic alone: {error}")
         return None
-
-
-def too_big(candidate: Candidate, compiled: Any | None) -> bool:
-    """Tell whether the compiler needs more than there is."""
-    return compiled is not None and compiled.peak_bytes > candidate.layout.target.usable
+    for line in compiler.describe(done):
+        say(line)
+    return done
 
 
 # Text for people.
@@ -151,7 +151,9 @@ def verdict(plan: dict[str, Any]) -> list[str]:
     memory, compiled = plan["memory"], plan["compiled"]
     need, room = memory["device_bytes"], memory["usable_bytes"]
     lines = []
-    if compiled:
+    if compiled and compiled["misfit"]:
+        lines.append(f"the compiler: {compiled['misfit']}")
+    elif compiled:
         parts = ", ".join(
             f"{name} {compiled[f'{name}_bytes'] / GB:,.3f}"
             for name in ("argument", "output", "alias", "temp", "code", "host")

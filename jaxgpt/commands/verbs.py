@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "data verify": look,
         "data show": look,
         "data find": look,
+        "doctor": examine,
         "hf import": hugging_face,
         "hf export": hugging_face,
     }
@@ -66,6 +67,13 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     from jaxgpt.commands import plan as plan_commands
 
     return plan_commands.plan(args)
+
+
+def examine(args: argparse.Namespace) -> dict[str, Any]:
+    """Check what this machine or a mesh computes."""
+    from jaxgpt.commands.doctor import doctor
+
+    return doctor(args)
 
 
 def hugging_face(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,13 +110,24 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate a checkpoint on held-out stores or text."""
+    """Evaluate a checkpoint on held-out stores or text, on all devices of all hosts."""
+    from jaxgpt.commands import hosts as host_commands
+
+    _, names = host_commands.start(args)
+    with host_commands.watched(names):
+        return evaluate_weights(args, host_commands.spread if len(names) > 1 else None)
+
+
+def evaluate_weights(
+    args: argparse.Namespace, shardings: Callable[[Config], Any] | None
+) -> dict[str, Any]:
+    """Evaluate with weights that lie as `shardings` says; None: on the first device."""
     from jaxgpt.checkpoint.load import find_tokenizer
     from jaxgpt.evaluation import perplexity
     from jaxgpt.runtime.devices import start_jax
     from jaxgpt.tokenization import tokenizer
 
-    cfg, params, record = load_weights(args)
+    cfg, params, record = load_weights(args, shardings)
     for line in start_jax(cfg).lines:
         say(line)
     digest = record.identity.get("tokenizer")
@@ -141,12 +160,16 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load_weights(args: argparse.Namespace) -> tuple[Config, Any, Any]:
+def load_weights(
+    args: argparse.Namespace, shardings: Callable[[Config], Any] | None = None
+) -> tuple[Config, Any, Any]:
     """Return configuration, weights and commit record of a checkpoint, as --weights and --dtype
     ask for them, and say what was taken."""
     from jaxgpt.checkpoint.load import averaged, load_step
 
-    cfg, params, record = load_step(args.run, step=args.step, weights=args.weights or "best")
+    cfg, params, record = load_step(
+        args.run, step=args.step, weights=args.weights or "best", shardings=shardings
+    )
     if args.dtype:
         cfg = config.with_values(cfg, f"--dtype {args.dtype}", train={"compute_dtype": args.dtype})
     average = averaged(record) and args.weights != "last"

@@ -17,29 +17,23 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
-from jax.sharding import Mesh
 
-from jaxgpt.config import Config, ModelConfig
-from jaxgpt.data.packing import Batch
+from jaxgpt.config import Config
 from jaxgpt.data.pipeline import eval_batches
 from jaxgpt.data.shard import encoded_document, write_shard
 from jaxgpt.data.store import Store, open_store, write_manifest
 from jaxgpt.errors import DataError, NumericsError
-from jaxgpt.model import gpt
+from jaxgpt.evaluation import row_sums
 from jaxgpt.model.params import Params
 from jaxgpt.parallel.mesh import batch_shards
-from jaxgpt.parallel.sharding import Placement, replicated, rows_of_process, to_global
+from jaxgpt.parallel.sharding import rows_of_process, to_global
 from jaxgpt.tokenization import tokenizer
 from jaxgpt.tokenization.tokenizer import Tokenizer
-from jaxgpt.training.loss import token_losses
-from jaxgpt.training.step import logits_dtype
 
 MAX_EXPONENT = 709.0  # exp of more is not a float64
 READ_TOKENS = 1 << 20  # ids decoded at once
@@ -79,8 +73,9 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate on rows 0, 1, ... of a store, in `train.compute_dtype` and `train.logits_dtype`.
 
-    `batch` rows are computed at once (default: eval.batch, else train.micro_batch); with params on
-    a mesh it is rounded up to a multiple of the devices that split the rows, and every process of
+    `batch` rows are computed at once (default: eval.batch, else train.micro_batch, or all of
+    train.global_batch where stages compute parts of it at the same time); with params on a mesh it
+    is rounded up to a multiple of the devices that split the rows, and every process of
     the mesh must call this. `max_rows` > 0 ends after that many rows. `name` is what errors call
     the store. Raises DataError for a store without text or with ids that the model does not have,
     NumericsError for a loss that is not finite.
@@ -95,7 +90,10 @@ def evaluate(
         raise DataError(f"{name}: no text to evaluate on; it holds no document that is not empty")
     mesh = getattr(params.embed.sharding, "mesh", None)
     shards = batch_shards(mesh)
-    batch = -(-(batch or cfg.eval.batch or cfg.train.micro_rows) // shards) * shards
+    # The stages of a pipeline compute several micro-batches at the same time.
+    staged = mesh is not None and mesh.shape["stage"] > 1
+    default = cfg.train.global_batch if staged else cfg.train.micro_rows
+    batch = -(-(batch or cfg.eval.batch or default) // shards) * shards
     batches = eval_batches(
         store,
         seq_len=T,
@@ -104,8 +102,7 @@ def evaluate(
         max_rows=max_rows,
         rows=None if mesh is None else rows_of_process(mesh, batch),
     )
-    dtypes = {"dtype": cfg.train.compute_dtype, "logits_dtype": str(logits_dtype(cfg))}
-    step = partial(_row_sums, cfg.model, params, **dtypes, mesh=mesh)
+    step = row_sums.compiled(cfg, params, mesh, batch)
     sums = _one_late(step(rows if mesh is None else to_global(mesh, rows)) for rows in batches)
     losses, weights = np.concatenate([np.asarray(pair, np.float64) for pair in sums], axis=1)  # [R]
     if not np.isfinite(losses).all():
@@ -178,44 +175,6 @@ def summarize(losses: np.ndarray, weights: np.ndarray, num_bytes: int) -> EvalRe
         rows=rows,
         loss_stderr=stderr,
     )
-
-
-@partial(jax.jit, static_argnames=("cfg", "dtype", "logits_dtype", "mesh"))
-def _row_sums(
-    cfg: ModelConfig,
-    params: Params,
-    batch: Batch,
-    *,
-    dtype: str,
-    logits_dtype: str,
-    mesh: Mesh | None,
-) -> tuple[Array, Array]:
-    """Return the loss sum and the token count of each row of a batch [1, B, T], [B] float32."""
-    batch = jax.tree.map(lambda x: x[0], batch)  # [B, T]
-    shards = Placement(mesh)
-    out = gpt.hidden(
-        cfg,
-        params,
-        batch.tokens,
-        segment_ids=batch.segment_ids,
-        positions=batch.positions,
-        dtype=dtype,
-        shards=shards,
-    )
-    losses = token_losses(
-        out,
-        gpt.head(cfg, params),
-        batch.targets,
-        batch.weights,
-        softcap=cfg.logit_softcap,
-        dtype=dtype,
-        logits_dtype=logits_dtype,
-        shards=shards,
-    )
-    sums = losses.sum(axis=1), batch.weights.sum(axis=1)
-    if mesh is not None:  # every process reads all rows
-        sums = jax.lax.with_sharding_constraint(sums, replicated(mesh))
-    return sums
 
 
 def _one_late(results: Iterable[Any]) -> Iterator[Any]:

@@ -1,27 +1,55 @@
 """Causal attention over grouped heads: q [B, T, N, H] against k, v [B, S, K, H], G = N / K.
 
-Three ways to the same values, chosen by platform when the program is traced: `blocks` (CPU),
-`dot_product` and `cudnn` (accelerators, `jax.nn.dot_product_attention`), and `reference`, the whole
-score matrix, for what those cannot do. Masks select with a finite number and every token sees
-itself, so no row is empty and no gradient is NaN. Softmax is float32; products are in q's dtype.
+`choose` says which of several ways to the same values is taken, and `describe` why. Each is run on
+the part of one device (rows, heads), so that no kernel is left to the partitioner: `blocks` (plain
+JAX, every platform), `splash` (TPU), `cudnn` and `dot_product` (`jax.nn`), `reference`, the whole
+score matrix, and `ring`, where the devices hold parts of a sequence.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jaxgpt.model.shards import Shards, here
+from jaxgpt.config import Config
+from jaxgpt.errors import ConfigError
+from jaxgpt.model import kernels
+from jaxgpt.model.block_attention import (
+    BLOCK,
+    TALL_BLOCK,
+    block_attention,
+    by_head,
+    by_token,
+    weighted,
+)
+from jaxgpt.model.remat import named
+from jaxgpt.model.ring import Ring, near, ring_attention, with_keys_before
+from jaxgpt.model.shards import MeshAxes, Names, Shards, here
 
 Array = jax.Array
-Impl = Literal["blocks", "dot_product", "cudnn", "reference"]
+Impl = Literal["blocks", "dot_product", "cudnn", "splash", "reference", "ring"]
+Wanted = Literal["blocks", "dot_product", "cudnn", "splash", "reference"]
+HALVES = (jnp.bfloat16, jnp.float16)
+CUDNN_WIDTH, HOPPER_WIDTH = 128, 256  # cuDNN's widest head: all generations, and Hopper and later
 
-BLOCK = 128  # query rows; on CPU 1.5 times faster than the whole matrix at T = 512, more beyond
-MAX_BLOCKS = 32  # longer rows get taller blocks, so that compile time stays bounded
-MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0, and gradients stay finite
+
+class Task(NamedTuple):
+    """What attention is asked to do; T and H are those of a whole row and of one head."""
+
+    platform: str  # cpu, gpu, tpu
+    dtype: DTypeLike
+    T: int
+    H: int
+    documents: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    dropout: float = 0.0
+    context: int = 1  # parts into which a sequence is split over devices
 
 
 def attend(
@@ -35,7 +63,7 @@ def attend(
     softcap: float = 0.0,
     dropout: float = 0.0,
     dropout_keys: Array | None = None,
-    impl: Impl | None = None,
+    impl: Wanted | None = None,
     shards: Shards | None = None,
 ) -> Array:
     """Return softmax(scale q kᵀ + mask) v, [B, T, N, H]: causal self-attention, S = T.
@@ -45,44 +73,31 @@ def attend(
     A token sees itself and those before it in its row; with `segment_ids` [B, T] only those of its
     own segment, with `window` w > 0 only the last w, itself included. `softcap` c > 0 replaces a
     score s by c tanh(s / c). Dropout needs one key per row, [B]; the mask of a query depends on its
-    row's key and its index alone, so it is the same for every `impl`. Raises ValueError for an
-    `impl` that cannot do what is asked.
+    row's key and its index alone, so it is the same for every `impl` and every mesh. `shards` are
+    the devices, None a single one. Raises ConfigError for an `impl` that cannot do what is asked.
     """
     if dropout and dropout_keys is None:
         raise ValueError(f"attention dropout = {dropout} needs dropout_keys, one per row")
-    plain = not (softcap or dropout)
-    unmasked = segment_ids is None and not window
-    platform = (shards or here()).platform
-    impl = impl or default_impl(q, platform, plain=plain, unmasked=unmasked)
-    if impl in ("dot_product", "cudnn"):
-        if not plain:
-            raise ValueError(f"attention impl {impl!r} has neither softcap nor dropout")
-        return _dot_product(q, k, v, segment_ids, window, scale, impl)
-    if impl not in ("blocks", "reference"):
-        raise ValueError(f"attention impl {impl!r}: blocks, dot_product, cudnn or reference")
-    weigh = partial(
-        _weigh, scale=scale, softcap=softcap, dropout=dropout, dropout_keys=dropout_keys
+    shards = shards or here()
+    T, N, H = q.shape[1:]
+    parts = shards.split("seq")
+    split = parts > 1 and T % (2 * parts) == 0  # else each device has whole rows
+    task = Task(
+        shards.platform, q.dtype, T, H, segment_ids is not None, window, softcap, dropout,
+        parts if split else 1,
+    )  # fmt: skip
+    k, v = (_for_each_device(x, N, shards.split("heads")) for x in (k, v))
+    seq = "seq" if split else None
+    of_queries: Names = ("batch", seq, "heads", None)
+    of_keys: Names = ("batch", seq, "kv_heads", None)
+    on_device = partial(_on_device, task=task, impl=choose(task, impl), num_heads=N, scale=scale)
+    return shards.on_shards(
+        on_device,
+        (q, k, v, segment_ids, dropout_keys if dropout else None),
+        (of_queries, of_keys, of_keys, ("batch", seq), ("batch",)),
+        of_queries,
+        exchange=("seq", "heads"),
     )
-    T = q.shape[1]
-    rows = max(BLOCK, -(-T // MAX_BLOCKS)) if impl == "blocks" else T
-    q, k, v = _by_head(q, k, v)
-    outputs = []
-    # The loop is unrolled and all slices are static: no work is done above the diagonal or left of
-    # the window, and a block's scores stay in cache.
-    for start in range(0, T, rows):
-        stop = min(start + rows, T)
-        left = max(0, start - window + 1) if window else 0
-        query, key = jnp.arange(start, stop)[:, None], jnp.arange(left, stop)[None]
-        visible = key <= query  # [t, s]
-        if window:
-            visible &= key > query - window
-        if segment_ids is not None:
-            same = segment_ids[:, start:stop, None] == segment_ids[:, None, left:stop]
-            visible = (visible & same)[:, None, None]  # [B, 1, 1, t, s]
-        rows_q, rows_k, rows_v = q[..., start:stop, :], k[:, :, left:stop], v[:, :, left:stop]
-        outputs.append(weigh(rows_q, rows_k, rows_v, visible, first_query=start, first_key=left))
-    out = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=3)
-    return _by_token(out)
 
 
 def attend_cached(
@@ -105,100 +120,158 @@ def attend_cached(
     if window:
         visible &= slots > query - window
     visible = visible[:, None, None]  # [B, 1, 1, T, S]
-    return _by_token(_weigh(*_by_head(q, k, v), visible, scale=scale, softcap=softcap))
+    return by_token(weighted(*by_head(q, k, v), visible, scale=scale, softcap=softcap))
 
 
-def default_impl(q: Array, platform: str, *, plain: bool, unmasked: bool) -> Impl:
-    """Return the fastest `impl`; `plain`: no softcap or dropout, `unmasked`: causal only."""
-    if platform == "cpu":
-        return "blocks"  # 2-3 times faster than dot_product there
-    if not plain:
-        return "reference"
-    half, width = q.dtype in (jnp.bfloat16, jnp.float16), q.shape[-1]
-    fits = half and width % 8 == 0 and width <= 128  # cuDNN's limits, all generations
-    return "cudnn" if platform == "gpu" and unmasked and fits else "dot_product"
+def choose(task: Task, wanted: Wanted | None = None) -> Impl:
+    """Return the fastest way to do a task, or the `wanted` one (`train.attention`; None: auto).
+
+    Raises ConfigError if it cannot be done that way.
+    """
+    if wanted is None:
+        best = _best(task)
+        reason = _cannot(task, best)
+        if reason is None:
+            return best
+        if best == "ring":
+            raise ConfigError(reason)
+        return "blocks"
+    if wanted not in get_args(Wanted):
+        raise ConfigError(
+            f"train.attention = {wanted!r}: must be auto or one of {', '.join(get_args(Wanted))}"
+        )
+    if reason := _cannot(task, wanted, HOPPER_WIDTH):
+        raise ConfigError(f"train.attention = {wanted!r}: {reason}; set it to auto")
+    return wanted
 
 
-def _dot_product(
+def tasks(cfg: Config, platform: str, context: int = 1) -> tuple[Task, ...]:
+    """Return what training asks of attention: one task, or two where some blocks have a window.
+
+    `context` is the size of that mesh axis.
+    """
+    m = cfg.model
+    task = Task(
+        platform, jnp.dtype(cfg.train.compute_dtype), m.seq_len, m.head_width,
+        cfg.data.document_mask, 0, m.attn_softcap, m.dropout, context,
+    )  # fmt: skip
+    windows = sorted({m.window(layer) for layer in range(m.num_layers)})
+    return tuple(task._replace(window=window) for window in windows)
+
+
+def describe(cfg: Config, platform: str, context: int = 1) -> str:
+    """Return one line on how training computes attention, and why if it is a slow way.
+
+    Raises ConfigError as `choose` does.
+    """
+    wanted = None if cfg.train.attention == "auto" else cfg.train.attention
+    lines = dict.fromkeys(_described(task, wanted) for task in tasks(cfg, platform, context))
+    return "attention: " + "; ".join(lines)
+
+
+def _described(task: Task, wanted: Wanted | None) -> str:
+    impl, best = choose(task, wanted), _best(task)
+    if impl == "ring":
+        if near(task.window, task.T, task.context):
+            local = "splash" if task.platform == "tpu" else "blocks"
+            return f"{local}, with the last {task.window - 1} keys of the devices before"
+        return f"ring over {task.context} devices, each {task.T // task.context} tokens of a row"
+    if impl == best == "cudnn" and task.documents:
+        return f"cudnn, documents as a mask of {2 * task.T**2 / 1e6:,.1f} MB per row on a device"
+    if impl == best:
+        return impl
+    if reason := _cannot(task, best):
+        return f"{impl}, slower than {best}, for which {reason}"
+    return f"{impl}, as train.attention says; auto would take {best}, which is faster"
+
+
+def _best(task: Task) -> Impl:
+    """Return what is fastest on a platform, if it can do the task."""
+    if task.context > 1:
+        return "ring"
+    return {"gpu": "cudnn", "tpu": "splash"}.get(task.platform, "blocks")
+
+
+def _cannot(task: Task, impl: Impl, widest: int = CUDNN_WIDTH) -> str | None:
+    """Return why a task cannot be done in this way; None: it can. `widest`: head of cuDNN."""
+    dropout = f"model.dropout = {task.dropout:g} would have to be 0" if task.dropout else None
+    softcap = f"model.attn_softcap = {task.softcap:g} would have to be 0" if task.softcap else None
+    if impl == "ring":
+        return dropout and f"{dropout} with mesh.context = {task.context}"
+    if task.context > 1:
+        return f"mesh.context = {task.context} needs the ring, which auto takes"
+    if impl == "splash":
+        return dropout if task.platform == "tpu" else f"a TPU is needed, not a {task.platform}"
+    if impl == "dot_product":
+        return dropout or softcap
+    if impl == "cudnn":
+        return _cudnn_cannot(task, widest) or dropout or softcap
+    return None
+
+
+def _cudnn_cannot(task: Task, widest: int) -> str | None:
+    if task.platform != "gpu":
+        return f"an NVIDIA GPU is needed, not a {task.platform}"
+    if jnp.dtype(task.dtype) not in map(jnp.dtype, HALVES):
+        return f"train.compute_dtype = {jnp.dtype(task.dtype)} would have to be bfloat16"
+    if task.H % 8:
+        return f"the head width {task.H} would have to be a multiple of 8"
+    if task.H > widest:
+        hint = f" (Hopper takes {HOPPER_WIDTH} if asked: train.attention = 'cudnn')"
+        return f"the head width {task.H} would have to be at most {widest}" + (
+            hint if task.H <= HOPPER_WIDTH else ""
+        )
+    if task.T % 2:
+        return f"model.seq_len = {task.T} would have to be even"
+    return None
+
+
+def _on_device(
     q: Array,
     k: Array,
     v: Array,
     segment_ids: Array | None,
-    window: int,
-    scale: float,
-    impl: str,
-) -> Array:
-    mask = None
-    if segment_ids is not None:
-        mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]  # [B, 1, T, S]
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, scale=scale or None,
-        local_window_size=(window - 1, 0) if window else None,
-        implementation="cudnn" if impl == "cudnn" else "xla",
-    )  # fmt: skip
-
-
-def _weigh(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Array,
+    dropout_keys: Array | None,
+    axes: MeshAxes,
     *,
-    scale: float = 0.0,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    dropout_keys: Array | None = None,
-    first_query: int = 0,
-    first_key: int = 0,
+    task: Task,
+    impl: Impl,
+    num_heads: int,
+    scale: float,
 ) -> Array:
-    """Return the weighted values [B, K, G, t, H] of q [B, K, G, t, H], k and v [B, K, s, H]."""
-    B, K, G, t, H = q.shape
-    # Products of plain matrices, the queries of a group below each other: with G and t apart,
-    # XLA:CPU transposes for dK and dV, and 4 of 16 products of two layers miss oneDNN.
-    q = (q * jnp.asarray(scale or H**-0.5, q.dtype)).reshape(B, K, G * t, H)
-    scores = jnp.einsum("bkrh,bksh->bkrs", q, k).astype(jnp.float32)
-    scores = scores.reshape(B, K, G, t, -1)
-    if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(visible, scores, MASKED)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    total = weights.sum(-1, keepdims=True)
-    if dropout:
-        keep = _keep(dropout_keys, 1 - dropout, weights.shape, first_query, first_key)
-        weights = jnp.where(keep, weights / (1 - dropout), 0.0)
-    # Dividing after the product touches [t, H] instead of [t, s] numbers.
-    weights = weights.astype(v.dtype).reshape(B, K, G * t, -1)
-    out = jnp.einsum("bkrs,bksh->bkrh", weights, v).reshape(B, K, G, t, H)
-    return (out.astype(jnp.float32) / total).astype(v.dtype)
+    """Return attention [b, t, n, H] of the rows, tokens and heads that one device holds."""
+    limits: dict[str, Any] = {"window": task.window, "scale": scale, "softcap": task.softcap}
+    key_ids = None
+    if impl == "ring":
+        ring = Ring(axes["seq"], task.context)
+        if not near(task.window, task.T, task.context):
+            return ring_attention(ring, q, k, v, segment_ids, **limits)
+        k, v, segment_ids, key_ids = with_keys_before(ring, k, v, segment_ids, task.window)
+        impl = "splash" if task.platform == "tpu" else "blocks"
+    if impl == "splash":
+        return kernels.splash(q, k, v, segment_ids, key_ids, **limits)
+    if impl in ("cudnn", "dot_product"):
+        implementation = "cudnn" if impl == "cudnn" else "xla"
+        out = kernels.dot_product(
+            q, k, v, segment_ids, window=task.window, scale=scale, implementation=implementation
+        )
+        return named(out, "attn")
+    accelerator = task.platform != "cpu"
+    rows = TALL_BLOCK if accelerator else BLOCK
+    first_head = jax.lax.axis_index(axes["heads"]) * q.shape[2] if axes["heads"] else 0
+    out = block_attention(
+        q, k, v, segment_ids, key_ids, **limits, dropout=task.dropout, dropout_keys=dropout_keys,
+        heads=(first_head, num_heads), rows=q.shape[1] if impl == "reference" else rows,
+        recompute=accelerator and impl == "blocks",
+    )  # fmt: skip
+    return named(out, "attn")
 
 
-def _keep(
-    keys: Array, share: float, shape: tuple[int, ...], first_query: int, first_key: int
-) -> Array:
-    """Draw which weights [B, K, G, t, s] stay, a pure function of row key, query, key and head.
+def _for_each_device(x: Array, num_heads: int, parts: int) -> Array:
+    """Return keys or values [B, T, K, H], repeated where K heads do not divide over devices.
 
-    Each query draws [s, N] from key 0 on: counter-based bits of a shorter draw are the beginning
-    of a longer one, so a block that sees fewer keys draws the same bits.
+    Each device then holds the heads that its own queries attend to, and no others.
     """
-    B, K, G, t, s = shape
-
-    def of_query(key: Array, index: Array) -> Array:
-        key = jax.random.fold_in(key, index)
-        return jax.random.bernoulli(key, share, (first_key + s, K * G))[first_key:]
-
-    queries = first_query + jnp.arange(t)
-    keep = jax.vmap(lambda key: jax.vmap(partial(of_query, key))(queries))(keys)  # [B, t, s, N]
-    return keep.transpose(0, 3, 1, 2).reshape(B, K, G, t, s)
-
-
-def _by_head(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return q [B, K, G, T, H], k and v [B, K, S, H]: heads before tokens, queries grouped."""
-    B, T, N, H = q.shape
-    K = k.shape[2]
-    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
-    return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
-
-
-def _by_token(out: Array) -> Array:
-    B, K, G, T, H = out.shape
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)  # [B, T, N, H]
+    K = x.shape[2]
+    needed = math.lcm(K, parts) if num_heads % parts == 0 else K
+    return x if needed == K else jnp.repeat(x, needed // K, axis=2)

@@ -125,7 +125,6 @@ def _attention(
             q, k, v, segment_ids=call.segment_ids, impl=call.impl, dropout_keys=keys,
             dropout=0.0 if keys is None else cfg.dropout, shards=call.shards, **limits,
         )  # fmt: skip
-    out = named(out, "attn")
     B, T, N, H = out.shape
     return linear(out.reshape(B, T, N * H), p.wo.reshape(N * H, -1), p.bo, call.dtype), cache
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +49,13 @@ def dropless(
     matrices: Matrices,
     platform: str,
     impl: Impl | None = None,
+    nobody: bool = False,
 ) -> Array:
     """Return sum_i gates_i MLP_chosen_i(h), [..., D] in h's dtype, for tokens h [..., D].
 
-    chosen int32 and gates float32 are [..., k]. `dense` alone knows an expert E: nobody. Raises
-    ValueError for an unknown `impl`.
+    chosen int32 and gates float32 are [..., k]; experts are numbered as in `matrices`. With
+    `nobody`, a choice may be their number: nobody, which adds 0. Raises ValueError for an unknown
+    `impl`.
     """
     impl = impl or default_impl(platform)
     if impl not in ("dense", "ragged", "blocks"):
@@ -62,8 +64,9 @@ def dropless(
     x, chosen, gates = h.reshape(-1, D), chosen.reshape(-1, k), gates.reshape(-1, k)
     if impl == "dense":
         return _dense(cfg, x, chosen, gates, matrices).reshape(*lead, D)
-    place, sizes = _queue(chosen.reshape(-1), cfg.num_experts)
-    rows = block_rows(place.size, cfg.num_experts, platform) if impl == "blocks" else 1
+    E = len(matrices[1])
+    place, sizes = queue(chosen.reshape(-1), E)
+    rows = block_rows(place.size, E, platform) if impl == "blocks" else 1
     taken = -(-sizes // rows)  # blocks of each expert
     ends = jnp.cumsum(taken)
     position = (((ends - taken) * rows)[chosen.reshape(-1)] + place).reshape(-1, k)
@@ -75,10 +78,13 @@ def dropless(
         product, count = partial(jax.lax.ragged_dot, group_sizes=sizes), place.size
     else:
         # At worst all experts but one end in a block of one slot.
-        blocks = min(-(-place.size // rows) + cfg.num_experts - 1, place.size)
+        blocks = min(-(-place.size // rows) + E - 1, place.size)
         owner = (jnp.arange(blocks)[:, None] >= ends).sum(-1)  # E beyond those in use
         product, count = partial(_by_block, owner=owner, used=ends[-1]), blocks * rows
-    source = _inverse(position.reshape(-1), count)
+    if nobody:
+        position = jnp.where(chosen < E, position, count)
+        product = _first(product, ends[-1] * rows)
+    source = inverse(position.reshape(-1), count)
     hidden = take(x, source // k, position)  # [count, D]
     out = _mlp(cfg, product, hidden, matrices)
     out = take(out, position.reshape(-1), source[:, None]).reshape(-1, k, D)
@@ -104,24 +110,28 @@ def limited(
 
     def of_row(chosen: Array, counted: Array) -> tuple[Array, Array]:
         experts = jnp.where(counted[:, None], chosen, E).reshape(-1)
-        place, _ = _queue(experts, E)
+        place, _ = queue(experts, E)
         found = (experts < E) & (place < C)
         position = jnp.where(found, experts * C + place, E * C)
-        return position, _inverse(position, E * C)
+        return position, inverse(position, E * C)
 
     position, source = jax.vmap(of_row)(chosen, counted)  # [B, T k], [B, E C]
-    buffer = ("batch", "experts", None, None)
+    # Rows that are split over the same devices as the experts: an all-to-all each way. Experts
+    # come first, so that rows take what they leave.
+    mine, theirs = ("batch", None, None, None), ("experts", "batch", None, None)
     x = jax.vmap(take)(h, source // k, position.reshape(B, T, k))  # empty places hold zeros
-    x = shards.constrain(x.reshape(B, E, C, D), buffer)
-    taken = (source < T * k).reshape(B, E, C, 1)
+    x = shards.constrain(x.reshape(B, E, C, D), mine)
+    x = shards.constrain(x.swapaxes(0, 1), theirs)  # [E, B, C, D]
+    taken = (source < T * k).reshape(B, E, C, 1).swapaxes(0, 1)
 
     def product(x: Array, w: Array) -> Array:
-        return jnp.where(taken, jnp.einsum("beci,eio->beco", x, w), 0)
+        return jnp.where(taken, jnp.einsum("ebci,eio->ebco", x, w), 0)
 
     def place(hidden: Array) -> Array:
-        return shards.constrain(hidden, (*buffer[:3], "mlp"))
+        return shards.constrain(hidden, (*theirs[:3], "mlp"))
 
-    out = shards.constrain(_mlp(cfg, product, x, matrices, place), buffer).reshape(B, E * C, D)
+    out = shards.constrain(_mlp(cfg, product, x, matrices, place), theirs)
+    out = shards.constrain(out.swapaxes(0, 1), mine).reshape(B, E * C, D)
     out = jax.vmap(take)(out, position, source[..., None]).reshape(B, T, k, D)
     out = shards.constrain(_mix(out, gates).astype(h.dtype), ("batch", "seq", None))
     return out, (position < E * C).reshape(B, T, k)
@@ -169,14 +179,14 @@ def _take_backward(back: Array, grad: Array) -> tuple[Array, None, None]:
 take.defvjp(_take_forward, _take_backward)
 
 
-def _queue(experts: Array, num_experts: int) -> tuple[Array, Array]:
+def queue(experts: Array, num_experts: int) -> tuple[Array, Array]:
     """Return how many slots before it have a slot's expert, [S], and the slots of each, [E]."""
     sizes = (experts[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
-    rank = _inverse(jnp.argsort(experts, stable=True), experts.size)
+    rank = inverse(jnp.argsort(experts, stable=True), experts.size)
     return rank - (jnp.cumsum(sizes) - sizes)[experts], sizes
 
 
-def _inverse(position: Array, count: int) -> Array:
+def inverse(position: Array, count: int) -> Array:
     """Return which of the S entries of `position` is p, for each p < count; S for none."""
     S = position.size
     return jnp.full(count, S, jnp.int32).at[position].set(jnp.arange(S, dtype=jnp.int32))
@@ -204,9 +214,14 @@ def _mix(out: Array, gates: Array) -> Array:
     return (out.astype(jnp.float32) * gates[..., None]).sum(-2)
 
 
+def _first(product: Callable[[Array, Array], Array], used: Array) -> Callable:
+    """Return a product whose rows from `used` on are 0, whatever is computed of them."""
+    return lambda x, w: jnp.where(jnp.arange(len(x))[:, None] < used, product(x, w), 0)
+
+
 def _dense(cfg: ModelConfig, x: Array, chosen: Array, gates: Array, matrices: Matrices) -> Array:
     total = jnp.zeros(x.shape, jnp.float32)
-    for expert in range(cfg.num_experts):
+    for expert in range(len(matrices[1])):
         mine = chosen == expert  # [S, k]
         asked = mine.any(-1, keepdims=True)
         own = tuple(w if w is None else jnp.where(asked.any(), w[expert], 0) for w in matrices)
@@ -222,6 +237,14 @@ def _by_block(x: Array, w: Array, owner: Array, used: Array) -> Array:
     return blocks.reshape(len(x), -1)
 
 
+def one_by_one(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return f, which `jax.vmap` is to call once per element.
+
+    For loops whose number of turns is data: batched, each turn would copy all that they carry.
+    """
+    return jax.custom_batching.sequential_vmap(f)
+
+
 @jax.custom_vjp
 def _block_product(x: Array, w: Array, owner: Array, used: Array) -> Array:
     """Return x[i] @ w[owner[i]] for i < used, else zeros; x is [blocks, rows, I].
@@ -230,10 +253,13 @@ def _block_product(x: Array, w: Array, owner: Array, used: Array) -> Array:
     add [E, I, O] zeros with one expert's gradient in each.
     """
 
-    def body(i: Array, out: Array) -> Array:
-        return _put(out, x[i] @ _at(w, owner[i]), i)
+    def product(x: Array, w: Array, owner: Array, used: Array) -> Array:
+        def body(i: Array, out: Array) -> Array:
+            return _put(out, x[i] @ _at(w, owner[i]), i)
 
-    return jax.lax.fori_loop(0, used, body, jnp.zeros((*x.shape[:2], w.shape[-1]), x.dtype))
+        return jax.lax.fori_loop(0, used, body, jnp.zeros((*x.shape[:2], w.shape[-1]), x.dtype))
+
+    return one_by_one(product)(x, w, owner, used)
 
 
 def _block_forward(x: Array, w: Array, owner: Array, used: Array) -> tuple[Array, tuple]:
@@ -241,17 +267,18 @@ def _block_forward(x: Array, w: Array, owner: Array, used: Array) -> tuple[Array
 
 
 def _block_backward(saved: tuple, grad: Array) -> tuple[Array | None, ...]:
-    x, w, owner, used = saved
+    def gradients(x: Array, w: Array, owner: Array, used: Array, grad: Array) -> tuple:
+        def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            x_grad, w_grad = carry
+            x_grad = _put(x_grad, grad[i] @ _at(w, owner[i]).T, i)
+            more = (x[i].T @ grad[i]).astype(jnp.float32)
+            return x_grad, _put(w_grad, _at(w_grad, owner[i]) + more, owner[i])
 
-    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        x_grad, w_grad = carry
-        x_grad = _put(x_grad, grad[i] @ _at(w, owner[i]).T, i)
-        more = (x[i].T @ grad[i]).astype(jnp.float32)
-        return x_grad, _put(w_grad, _at(w_grad, owner[i]) + more, owner[i])
+        start = jnp.zeros_like(x), jnp.zeros(w.shape, jnp.float32)  # sums of many blocks
+        x_grad, w_grad = jax.lax.fori_loop(0, used, body, start)
+        return x_grad, w_grad.astype(w.dtype)
 
-    start = jnp.zeros_like(x), jnp.zeros(w.shape, jnp.float32)  # sums of many blocks in bfloat16
-    x_grad, w_grad = jax.lax.fori_loop(0, used, body, start)
-    return x_grad, w_grad.astype(w.dtype), None, None
+    return *one_by_one(gradients)(*saved, grad), None, None
 
 
 _block_product.defvjp(_block_forward, _block_backward)

@@ -11,7 +11,6 @@ JAX clamps ids and learned positions that are out of range, so callers check the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,15 +20,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.model import embedding, remat
 from jaxgpt.model import params as parameters
-from jaxgpt.model import remat
 from jaxgpt.model.attention import Impl
-from jaxgpt.model.blocks import EMBED_SITE, SITES_PER_LAYER, Call, block, drop, keys_at, norm
+from jaxgpt.model.blocks import SITES_PER_LAYER, Call, block, norm
 from jaxgpt.model.cache import KVCache
 from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import LayerParams, Params
-from jaxgpt.model.positions import restart, rope_phases, sinusoids
-from jaxgpt.model.shards import MeshAxes, Shards, here
+from jaxgpt.model.positions import restart, rope_phases
+from jaxgpt.model.shards import Shards, here
 
 Array = jax.Array
 
@@ -78,7 +77,7 @@ def hidden(
     stream, _, cache, _ = _forward(
         cfg, params, tokens, segment_ids, positions, cache, dtype, dropout_key, impl, shards
     )
-    out = _final_norm(cfg, params, stream, dtype)
+    out = final_norm(cfg, params, stream, dtype)
     return out if cache is None else (out, cache)
 
 
@@ -103,7 +102,7 @@ def forward(
     stream, taps, _, router = _forward(
         cfg, params, tokens, segment_ids, positions, None, dtype, dropout_key, impl, shards, weights
     )
-    finish = partial(_final_norm, cfg, params, dtype=dtype)
+    finish = partial(final_norm, cfg, params, dtype=dtype)
     return Forward(finish(stream), {layer: finish(tap) for layer, tap in taps.items()}, router)
 
 
@@ -180,7 +179,30 @@ def _forward(
             "a KV cache holds one document per row and is for inference: no "
             "segment_ids, no dropout_key"
         )
-    B, T = tokens.shape
+    call, positions = call_of(
+        cfg, tokens.shape, segment_ids, positions, cache, dtype, dropout_key, impl, shards, weights
+    )
+    x = embedding.embed(cfg, params, tokens, positions, call)
+    x, taps, cache, router = _blocks(cfg, params.layers, x, cache, call)
+    if cache is not None:
+        cache = cache.replace(length=jnp.asarray(positions[:, -1] + 1, jnp.int32))
+    return x, taps, cache, router
+
+
+def call_of(
+    cfg: ModelConfig,
+    shape: tuple[int, ...],
+    segment_ids: Array | None,
+    positions: Array | None,
+    cache: KVCache | None,
+    dtype: DTypeLike,
+    dropout_key: Array | None,
+    impl: Impl | None,
+    shards: Shards | None,
+    weights: Array | None = None,
+) -> tuple[Call, Array]:
+    """Return what all blocks share for tokens of `shape` [B, T], and positions; see `hidden`."""
+    B, T = shape
     if cache is not None and positions is None:
         positions = cache.length[:, None] + jnp.arange(T)  # [B, T]
     elif positions is None:
@@ -203,52 +225,7 @@ def _forward(
         dropout_keys=_dropout_keys(cfg, dropout_key, B) if cfg.dropout else None,
         weights=weights,
     )
-    x = _embed(cfg, params, tokens, positions, call)
-    x, taps, cache, router = _blocks(cfg, params.layers, x, cache, call)
-    if cache is not None:
-        cache = cache.replace(length=jnp.asarray(positions[:, -1] + 1, jnp.int32))
-    return x, taps, cache, router
-
-
-def _embed(cfg: ModelConfig, params: Params, tokens: Array, positions: Array, call: Call) -> Array:
-    with jax.named_scope("embed"):
-        x = lookup(params.embed, tokens, call.shards).astype(jnp.float32)  # [B, T, D]
-        if cfg.embed_scale:
-            x = x * math.sqrt(cfg.embed_dim)
-        if cfg.positions == "learned":
-            x = x + call.shards.constrain(params.pos_embed, (None, None))[positions]
-        elif cfg.positions == "sinusoidal":
-            x = x + sinusoids(positions, cfg.embed_dim)
-        x = drop(cfg, x, keys_at(call, 0, EMBED_SITE))
-        # The dtype of the residual stream, for the whole model, is decided here.
-        return call.shards.constrain(x.astype(call.dtype), ("batch", "seq", None))
-
-
-def lookup(table: Array, tokens: Array, shards: Shards) -> Array:
-    """Return table[tokens], [B, T, D], of a table [V, D] of which each device holds a part.
-
-    Devices that hold parts of D look up each other's tokens and exchange the parts: as many bytes
-    as the result has, where the compiler would gather the table, or all rows of the batch. One that
-    holds a part of V gives zeros for the rest, and they add up.
-    """
-
-    def of_device(table: Array, tokens: Array, axes: MeshAxes) -> Array:
-        width, ids = axes["embed"], axes["vocab"]
-        if width:
-            tokens = jax.lax.all_gather(tokens, width, axis=0, tiled=True)
-        index = tokens - (jax.lax.axis_index(ids) * len(table) if ids else 0)
-        rows = table[index]
-        if ids:
-            held = (index >= 0) & (index < len(table))
-            rows = jax.lax.psum(jnp.where(held[..., None], rows, 0), ids)
-        if width:
-            rows = jax.lax.all_to_all(rows, width, split_axis=0, concat_axis=2, tiled=True)
-        return rows
-
-    names = (("vocab", "embed"), ("batch", "seq"))
-    return shards.on_shards(
-        of_device, (table, tokens), names, ("batch", "seq", None), exchange=("embed", "vocab")
-    )
+    return call, positions
 
 
 def _blocks(
@@ -278,7 +255,7 @@ def _blocks(
                 carry, router = run(carry, index, layers[index], cfg.window(index))
                 sums.append(jax.tree.map(lambda leaf: leaf[None], router))
         else:
-            carry, parts = _scan(cfg, run, carry, layers, start, stop)
+            carry, parts = scan_layers(cfg, run, carry, layers, start, stop)
             sums += parts
         if stop in cfg.aux_layers:
             taps[stop] = carry[0]
@@ -287,14 +264,24 @@ def _blocks(
     return carry[0], taps, carry[1], router
 
 
-def _scan(
-    cfg: ModelConfig, run: Callable, carry: tuple, layers: LayerParams, start: int, stop: int
+def scan_layers(
+    cfg: ModelConfig,
+    run: Callable,
+    carry: tuple,
+    layers: Any,
+    start: int,
+    stop: int,
+    first: int | Array = 0,
 ) -> tuple[tuple, list[RouterSums | None]]:
-    """Scan over the stacked layers [start, stop), in groups within which windows repeat."""
+    """Scan over the stacked layers [start, stop), in groups within which windows repeat.
+
+    `run(carry, number, layer, window)` computes one; `first` is the number of `layers[0]`, of which
+    the windows of [0, stop) must be those of [first, first + stop).
+    """
     period = cfg.global_every if cfg.sliding_window and cfg.global_every else 1
     groups = (stop - start) // period
 
-    def group(carry: tuple, part: tuple[Array, LayerParams]) -> tuple[tuple, Any]:
+    def group(carry: tuple, part: tuple[Array, Any]) -> tuple[tuple, Any]:
         indices, p = part
         found = []
         for j in range(period):
@@ -311,17 +298,17 @@ def _scan(
 
     sums = []
     if groups:
-        indices = grouped(jnp.arange(cfg.num_layers))
-        carry, found = jax.lax.scan(group, carry, (indices, jax.tree.map(grouped, layers)))
+        numbers = grouped(first + jnp.arange(len(jax.tree.leaves(layers)[0])))
+        carry, found = jax.lax.scan(group, carry, (numbers, jax.tree.map(grouped, layers)))
         sums.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found))
     for index in range(start + groups * period, stop):
         one = jax.tree.map(lambda w, i=index: w[i], layers)
-        carry, router = run(carry, index, one, cfg.window(index))
+        carry, router = run(carry, first + index, one, cfg.window(index))
         sums.append(jax.tree.map(lambda leaf: leaf[None], router))
     return carry, sums
 
 
-def _final_norm(cfg: ModelConfig, params: Params, x: Array, dtype: DTypeLike) -> Array:
+def final_norm(cfg: ModelConfig, params: Params, x: Array, dtype: DTypeLike) -> Array:
     """Normalise in pre and sandwich placement; a post-norm block has already done so."""
     if params.final_norm is None:
         return x.astype(dtype)

@@ -7,12 +7,14 @@ micro-batches and devices; padding is neither counted nor takes anybody's place.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.model import dispatch
+from jaxgpt.model import dispatch, exchange
 from jaxgpt.model.params import LayerParams
 from jaxgpt.model.shards import Shards, here
 
@@ -145,16 +147,20 @@ def _by_device(
     shards: Shards,
     impl: dispatch.Impl | None,
 ) -> Array:
-    """Return `dispatch.dropless`, each device with its own rows and its part of every expert.
+    """Return `exchange.dropless`, each device with its own rows and its part of every expert.
 
-    Sorting tokens over all rows would gather them on every device. The experts themselves are
-    whole on each, along E and D.
+    Sorting tokens over all rows would gather them on every device. A device holds its experts
+    whole, along D.
     """
 
-    def run(h: Array, chosen: Array, gates: Array, *matrices: Array | None) -> Array:
-        return dispatch.dropless(cfg, h, chosen, gates, matrices, platform, impl)[None]
+    def run(h: Array, chosen: Array, gates: Array, *rest: Any) -> Array:
+        *matrices, axes = rest
+        return exchange.dropless(cfg, h, chosen, gates, tuple(matrices), axes, platform, impl)[None]
 
-    platform, into = shards.platform, (None, None, "mlp")
-    axes = (TOKENS, TOKENS, TOKENS, into, into, (None, "mlp", None))
-    # Devices that hold parts of F return parts of the sum.
-    return shards.on_shards(run, (h, chosen, gates, *matrices), axes, ("mlp", *TOKENS)).sum(0)
+    platform, into = shards.platform, ("experts", None, "mlp")
+    names = (TOKENS, TOKENS, TOKENS, into, into, ("experts", "mlp", None))
+    parts = shards.on_shards(
+        run, (h, chosen, gates, *matrices), names, ("mlp", *TOKENS),
+        exchange=("batch", "seq", "experts", "mlp"),
+    )  # fmt: skip
+    return parts.sum(0)  # devices that hold parts of F return parts of the sum

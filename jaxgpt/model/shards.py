@@ -7,6 +7,7 @@ is run by `on_shards`. `parallel.sharding.Placement` does this for a mesh, `Whol
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,6 +54,14 @@ class Shards(Protocol):
         """
         ...
 
+    def over(self, name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Return g, g(*trees) = f(inner, *entries) for all entries of the trees' first axis.
+
+        That axis has this logical name, and so has the first of each result: the devices that
+        split it compute different entries at the same time. `inner` are those of one entry.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -75,6 +84,9 @@ class Whole:
         exchange: tuple[str, ...] = (),
     ) -> Any:
         return f(*arrays, dict.fromkeys(exchange, ())) if exchange else f(*arrays)
+
+    def over(self, name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.vmap(functools.partial(f, self))
 
 
 def here() -> Whole:

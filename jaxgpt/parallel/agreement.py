@@ -1,52 +1,148 @@
 """Whether all processes of a run were started alike, found out before they compute together.
 
-Processes that read different data, or stop at different steps, would not fail: they would train on
-a mixture of both, or wait for each other for ever. With one process nothing happens.
+Processes that read different data, stop at different steps or compile different programs would not
+fail: they would exchange garbage, train on a mixture of both, or wait for each other for ever. They
+are compared through the key-value store, not by a collective, for that is what goes wrong then.
+With one process nothing happens.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import functools
+import hashlib
+import importlib.metadata
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from jaxgpt import __version__, config
+from jaxgpt.config import Config
 from jaxgpt.errors import DisagreementError
+from jaxgpt.runtime import peers, store
 
-SHOWN = 12  # characters of a digest
+# What may differ between hosts: where files lie on each (what is in them is compared by digest),
+# and how far ahead it reads.
+PER_HOST = {
+    "data.data_dir", "data.prefetch", "data.sources", "data.stages", "data.store", "eval.store",
+    "run.init_from", "tokenizer.path",
+}  # fmt: skip
+LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy")
+# Settings of JAX, by environment or configuration, that change what a program is.
+JAX_SETTINGS = (
+    "jax_cpu_collectives_implementation", "jax_debug_infs", "jax_debug_nans",
+    "jax_default_matmul_precision", "jax_default_prng_impl", "jax_disable_jit",
+    "jax_disable_most_optimizations", "jax_enable_pgle", "jax_enable_x64",
+    "jax_numpy_dtype_promotion", "jax_optimization_level", "jax_platforms",
+    "jax_random_seed_offset", "jax_threefry_partitionable", "jax_use_shardy_partitioner",
+)  # fmt: skip
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that hold many settings
+LINES = 8  # keys that are named one by one
+DIGEST, WORD = 12, 80  # characters that are shown of a digest, and of another value
 
 
-def check_agreement(facts: Mapping[str, Sequence[str]]) -> None:
+def check_agreement(name: str, facts: Mapping[str, Any], timeout: float) -> None:
     """Raise DisagreementError on every process unless all of them have the same facts.
 
-    `facts` are words or digests by what they belong to, a configuration key for example; the
-    message names the first that differs, a process that has another than process 0, and both.
+    `facts` are JSON values by what they belong to, a configuration key for example. The message has
+    a line for each that differs: the key, a process that has another than process 0, and both. All
+    processes call it in the same order; one that has not after `timeout` seconds is named.
     """
-    if jax.process_count() == 1:
+    if store.num_processes() == 1:
         return
-    mine = {key: list(values) for key, values in facts.items()}
-    everyone = [json.loads(text) for text in _gather(json.dumps(mine))]
-    first = everyone[0]
-    for number, theirs in enumerate(everyone):
-        for key in (*first, *theirs):
-            if theirs.get(key) != first.get(key):
-                raise DisagreementError(
-                    f"{key}: process {number} has {_words(theirs.get(key))}, process 0 has "
-                    f"{_words(first.get(key))}; start all with the same configuration, on the "
-                    "same files"
-                )
+    mine = {"host": socket.gethostname(), "facts": {k: _words(v) for k, v in facts.items()}}
+    try:
+        lines = store.decide(f"agree/{name}", mine, differences, timeout)
+    except TimeoutError as error:
+        raise DisagreementError(f"{error}; start all with the same command") from None
+    if lines:
+        raise DisagreementError("\n".join(lines))
 
 
-def _words(values: list[str] | None) -> str:
-    return ", ".join(value[:SHOWN] for value in values or ()) or "none"
+def differences(everyone: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each key whose words are not those of process 0, at most 8 and a count.
+
+    Each of `everyone` has its `host` and `facts`, words by key; in the order of processes.
+    """
+    first = everyone[0]["facts"]
+    lines = []
+    for key in {key: None for each in everyone for key in each["facts"]}:
+        others = [n for n, each in enumerate(everyone) if each["facts"].get(key) != first.get(key)]
+        if others:
+            number, more = others[0], len(others) - 1
+            theirs, mine = (_shown(everyone[n]["facts"].get(key)) for n in (number, 0))
+            lines.append(
+                f"{key}: process {number} ({everyone[number]['host']}) has {theirs}, process 0 "
+                f"({everyone[0]['host']}) has {mine}"
+                + (f" ({more} more differ)" if more else "")
+                + "; start all with the same command, on the same code and files"
+            )
+    if len(lines) > LINES:
+        lines[LINES - 1 :] = [f"{len(lines) - LINES + 1} more keys differ"]
+    return lines
 
 
-def _gather(text: str) -> list[str]:
-    """Return the texts of all processes, in their order; they may differ in length."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(data.size))
-    padded = np.pad(data, (0, int(sizes.max()) - data.size))
-    rows = multihost_utils.process_allgather(padded)
-    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
+def configuration(cfg: Config) -> dict[str, Any]:
+    """Return every value by its key, without those that may differ between hosts."""
+    tree = config.to_dict(cfg)
+    values = {f"{section}.{key}": tree[section][key] for section in tree for key in tree[section]}
+    return {key: value for key, value in values.items() if key not in PER_HOST}
+
+
+def facts_of_start(cfg: Config) -> dict[str, Any]:
+    """Return what is known before any file is read: configuration, code, libraries, settings."""
+    facts = configuration(cfg)
+    facts["jaxgpt"] = __version__
+    facts["source of jaxgpt"] = source_digest()
+    facts["Python"] = "{}.{}".format(*sys.version_info)
+    for name in LIBRARIES:
+        try:
+            facts[f"version of {name}"] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    facts |= {name: str(jax.config.values.get(name)) for name in JAX_SETTINGS}
+    facts["JAXGPT_PEER_SECONDS"] = peers.times(os.environ).silent
+    for variable in FLAGS:
+        for flag in os.environ.get(variable, "").split():
+            name, _, value = flag.partition("=")
+            facts[f"{variable} {name}"] = value or "set"
+    return facts
+
+
+def facts_of_devices() -> dict[str, Any]:
+    """Return which devices this process has, and how many of them."""
+    kinds = [device.device_kind for device in jax.local_devices()]
+    return {"devices of a process": f"{len(kinds)} x {', '.join(sorted(set(kinds)))}"}
+
+
+def program_digest(lowered: Any) -> str:
+    """Return the SHA-256 of a lowered program's text (StableHLO)."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+
+@functools.cache
+def source_digest() -> str:
+    """Return the SHA-256 of all source files of this package, by their paths in it."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(root)} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _shown(words: str | None) -> str:
+    if words is None:
+        return "none"
+    parts = words.split(", ")
+    digests = all(len(part) == 64 and set(part) <= set("0123456789abcdef") for part in parts)
+    return ", ".join(p[:DIGEST] for p in parts) if digests else words[:WORD]

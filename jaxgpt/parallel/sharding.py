@@ -8,6 +8,7 @@ Batches are [A, B, T]: rows are split over data, fsdp and expert, sequences over
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -242,6 +243,12 @@ class Placement:
             out_specs=tuple(map(spec, out_names)) if several else spec(out_names),
             check_vma=False,
         )(*arrays)
+
+    def over(self, name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+        if self.mesh is None or not (axes := self._axes(name)):
+            return jax.vmap(functools.partial(f, self))
+        inner = Placement(self.mesh, (*self.taken, *axes))
+        return jax.vmap(functools.partial(f, inner), spmd_axis_name=axes)
 
     def _axes(self, name: str | None) -> tuple[str, ...]:
         return tuple(axis for axis in _wanted(self.mesh, name) if axis not in self.taken)

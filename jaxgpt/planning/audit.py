@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxgpt.config import Config
@@ -64,7 +64,8 @@ class Facts(NamedTuple):
     half: bool  # compute dtype has 16 bits
     micro_batches: int
     chunk_tokens: int
-    kernel: str | None  # what stands for the attention kernel; None: none is expected
+    kernels: tuple[str, ...]  # what stands in the text for each attention kernel
+    platform: str
 
     @property
     def state_bytes(self) -> int:
@@ -97,9 +98,10 @@ def facts(
     leaves: Sequence[tuple[str, str, tuple[int, ...], tuple[int, ...]]],
     *,
     chunk_tokens: int,
-    attention: str,
+    attention: Iterable[str],
+    platform: str,
 ) -> Facts:
-    """Return what is known of a step; `attention`: the implementation that it was told to use."""
+    """Return what is known of a step; `attention`: the ways in which its blocks compute it."""
     return Facts(
         mesh=mesh,
         leaves=tuple(Leaf(*leaf) for leaf in leaves),
@@ -109,7 +111,8 @@ def facts(
         half=cfg.train.compute_dtype == "bfloat16",
         micro_batches=cfg.train.accum_steps,
         chunk_tokens=chunk_tokens,
-        kernel=KERNELS.get(attention),
+        kernels=tuple(sorted(KERNELS[name] for name in attention if name in KERNELS)),
+        platform=platform,
     )
 
 
@@ -137,9 +140,8 @@ def full_logits(program: hlo.Program, known: Facts) -> Iterator[Finding]:
     widths = {known.vocab_size, known.vocab_size // tensor}
     weights = {tuple(sorted(leaf.local)) for leaf in known.leaves}
     weights |= {tuple(sorted(leaf.shape)) for leaf in known.leaves}
-    inside = _fused(program)
     for computation, lines in program.computations.items():
-        if computation in inside or not program.runs[computation]:
+        if computation in program.fused or not program.runs[computation]:
             continue
         for line in lines:
             for dtype, dims in hlo.arrays(line.shape) if line.opcode not in PASS_ON else ():
@@ -186,8 +188,11 @@ def gathered_stacks(found: Sequence[Collective], known: Facts) -> Iterator[Findi
 
 
 def gathered_float32(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
-    """Find weights that are gathered as float32, though they are computed with as bfloat16."""
-    if not known.half:
+    """Find weights that are gathered as float32, though they are computed with as bfloat16.
+
+    XLA:CPU puts the cast behind the gather by itself.
+    """
+    if not known.half or known.platform == "cpu":
         return
     for one in found:
         if (
@@ -200,7 +205,12 @@ def gathered_float32(found: Sequence[Collective], known: Facts) -> Iterator[Find
 
 
 def reduced_whole(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
-    """Find gradients of split weights that every device gets whole: twice the bytes, and memory."""
+    """Find gradients of split weights that every device gets whole: twice the bytes, and memory.
+
+    XLA:CPU knows no other way.
+    """
+    if known.platform == "cpu":
+        return
     for one in found:
         if (
             one.kind == "all-reduce"
@@ -223,11 +233,12 @@ def data_in_micro_batches(found: Sequence[Collective], known: Facts) -> Iterator
 
 def missing_kernel(program: hlo.Program, known: Facts) -> Iterator[Finding]:
     """Find that the attention kernel is not there: then it is computed by score matrices."""
-    if known.kernel and not any(known.kernel in name for name in kernels(program)):
-        yield Finding(
-            "missing_kernel", known.kernel, 0, (),
-            f"no {known.kernel} custom call: attention is not computed by that kernel",
-        )  # fmt: skip
+    for wanted in known.kernels:
+        if not any(wanted in name for name in kernels(program)):
+            yield Finding(
+                "missing_kernel", wanted, 0, (),
+                f"no {wanted} custom call: attention is not computed by that kernel",
+            )  # fmt: skip
 
 
 def involuntary(log: str) -> tuple[Finding, ...]:
@@ -264,17 +275,6 @@ def kernels(program: hlo.Program) -> dict[str, int]:
                     name += ":" + re.sub(r"[.\d]+$", "", line.name)
                 counts[name] = counts.get(name, 0) + program.runs[computation]
     return counts
-
-
-def _fused(program: hlo.Program) -> set[str]:
-    """Return the computations whose values never reach memory."""
-    return {
-        callee
-        for lines in program.computations.values()
-        for line in lines
-        if line.opcode == "fusion"
-        for _, callee in line.called()
-    }
 
 
 def _over_weights(one: Collective, known: Facts) -> bool:

@@ -24,10 +24,11 @@ from jaxgpt.errors import ConfigError, JaxgptError, one_line
 from jaxgpt.planning import audit, collectives, gpu_targets, hlo
 from jaxgpt.validation import num_steps
 
-SIZE = r"([\d.]+)([KMGT]?)i?B?\b"
-OVER_FULL = re.compile(
-    rf"[Uu]sed {SIZE} of {SIZE} (?P<space>hbm|vmem|smem)|"
-    rf"allocating {SIZE}.*?(?:limit|capacity|available)[^\d]*{SIZE}"
+SIZE = r"([\d.]+)([KMGT]?)"
+# What libtpu says of a program that is too large for a device's memory, in two of its versions.
+OVER_FULL = (
+    re.compile(rf"\({SIZE}\) exceeds available HBM \({SIZE}\)"),
+    re.compile(rf"Used {SIZE} of {SIZE} hbm"),
 )
 STEPS_UNKNOWN = 100_000  # length of the schedule where the configuration leaves it to the data
 
@@ -49,22 +50,24 @@ def respond(request: dict[str, Any]) -> dict[str, Any]:
     (see `devices`), `layers` (or null), `text` (a path, or null).
     """
     try:
-        cfg = config.from_dict(request["config"])
-        if request.get("layers"):
-            cfg = config.with_values(cfg, "planning", model={"num_layers": request["layers"]})
-        return _compile(cfg, request["target"], request.get("text"))
+        return _compile(configuration(request), request["target"], request.get("text"))
     except _Outcome as outcome:
         return {"outcome": outcome.kind, "line": str(outcome)}
     except JaxgptError as error:
         return {"outcome": "refused", "line": str(error)}
 
 
+def configuration(request: dict[str, Any]) -> Config:
+    """Return the configuration of a request, with its number of layers."""
+    cfg, layers = config.from_dict(request["config"]), request.get("layers")
+    return config.with_values(cfg, "planning", model={"num_layers": layers}) if layers else cfg
+
+
 def devices(target: dict[str, Any]) -> list[Any]:
     """Return the devices of a target, which can be compiled for but hold nothing.
 
-    `platform` tpu: `topology` such as v5p:2x2x4, `slices`, and `options` for what else libtpu asks
-    (chips_per_host_bounds); gpu: `chip` of `gpu_targets`, `hosts` and `num_devices`; cpu: those
-    that this process simulates.
+    `platform` tpu: `topology` such as v5p:2x2x4, and `slices`; gpu: `chip` of `gpu_targets`,
+    `hosts` and `num_devices`; cpu: those that this process simulates.
     """
     import jax
     from jax.experimental import topologies
@@ -72,9 +75,8 @@ def devices(target: dict[str, Any]) -> list[Any]:
     if target["platform"] == "cpu":
         return jax.devices("cpu")[: target["num_devices"]]
     if target["platform"] == "tpu":
-        what, extra, name = "libtpu", "tpu", target["topology"]
-        options = {"num_slices": target.get("slices", 1), **target.get("options", {})}
-        platform = "tpu"
+        what, extra, platform = "libtpu", "tpu", "tpu"
+        name, options = tpu_topology(target["topology"], target.get("slices", 1))
     else:
         what, extra, platform = "the CUDA plugin of JAX", "cuda", "cuda"
         hosts = target.get("hosts", 1)
@@ -82,7 +84,7 @@ def devices(target: dict[str, Any]) -> list[Any]:
         if target["chip"] not in gpu_targets.GPUS:
             known = ", ".join(gpu_targets.GPUS)
             raise _Outcome("target", f"{target['chip']}: no such GPU here; known are {known}")
-        text = gpu_targets.description(gpu_targets.GPUS[target["chip"]])
+        text = gpu_targets.description(target["chip"])
         options = {"topology": name, "target_config": text}
     if not _installed(platform):
         raise _Outcome("missing", f"compiling for {platform} needs {what}: install jaxgpt[{extra}]")
@@ -95,17 +97,44 @@ def devices(target: dict[str, Any]) -> list[Any]:
     return list(found.devices)
 
 
+def tpu_topology(topology: str, slices: int) -> tuple[str, dict[str, Any]]:
+    """Return libtpu's name and options of so many slices of a topology such as v5p:2x2x4."""
+    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    chip, _, shape = topology.partition(":")
+    # Hosts have 4 chips, but a slice of 1 has a host of 1, and one of 8 v5e or v6e a host of 8.
+    if set(shape.split("x")) == {"1"}:
+        options["chips_per_host_bounds"] = [1, 1, 1]
+    elif shape == "2x4":
+        options["chips_per_host_bounds"] = [2, 4, 1]
+    if chip == "v4":
+        options["chip_config_name"] = "megacore"  # both cores of a chip are one device
+    return topology, options
+
+
+def refusal(message: str) -> dict[str, Any]:
+    """Return the answer that a compiler's error is: does_not_fit, refused or failed."""
+    if sizes := over_full(message):
+        line = misfit(*sizes)
+        needed, available = sizes
+        kind = "does_not_fit"
+        return {"outcome": kind, "line": line, "needed_bytes": needed, "available_bytes": available}
+    if option := re.search(r"No such compile option: '([^']*)'", message):
+        line = f"train.xla_options: this compiler knows no option {option.group(1)}"
+        return {"outcome": "refused", "line": line}
+    return {"outcome": "failed", "line": f"the compiler refused: {one_line(message)}"}
+
+
 def over_full(message: str) -> tuple[int, int] | None:
-    """Return (needed, available) bytes of a compiler's message about memory, or None."""
-    found = OVER_FULL.search(message)
-    if not found:
+    """Return (needed, available) bytes of a compiler's message about a device's memory, or None."""
+    found = next(filter(None, (pattern.search(message) for pattern in OVER_FULL)), None)
+    if found is None:
         return None
-    numbers = [g for g in found.groups() if g is not None and g not in ("hbm", "vmem", "smem")]
-    needed, available = (
-        int(float(number) * 1024 ** " KMGT".index(unit or " "))
-        for number, unit in zip(numbers[::2], numbers[1::2], strict=True)
-    )
-    return needed, available
+    needed, needed_unit, available, available_unit = found.groups()
+    return _bytes(needed, needed_unit), _bytes(available, available_unit)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * 1024 ** ("", "K", "M", "G", "T").index(unit))
 
 
 class _Outcome(Exception):
@@ -119,9 +148,10 @@ class _Outcome(Exception):
 def _compile(cfg: Config, target: dict[str, Any], text_path: str | None) -> dict[str, Any]:
     import jax
 
+    from jaxgpt.model import attention
     from jaxgpt.model import params as parameters
     from jaxgpt.parallel import mesh as meshes
-    from jaxgpt.training import optimizer, step
+    from jaxgpt.training import loss, optimizer, step
     from jaxgpt.training import state as states
 
     if not cfg.model.vocab_size:
@@ -140,35 +170,52 @@ def _compile(cfg: Config, target: dict[str, Any], text_path: str | None) -> dict
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        sizes = over_full(str(error))
-        if sizes is None:
-            raise _Outcome("failed", f"the compiler refused: {one_line(error)}") from error
-        return {
-            "outcome": "does_not_fit",
-            "line": "does not fit: needs {} of {} bytes per device".format(*sizes),
-            "needed_bytes": sizes[0],
-            "available_bytes": sizes[1],
-            **_about(mesh, there),
-        }
+        answer = refusal(str(error))
+        return answer | (_about(mesh, there) if answer["outcome"] == "does_not_fit" else {})
     ended = time.monotonic()
+    sizes, available = memory(compiled.memory_analysis()), target.get("available_bytes", 0)
+    over = {}
+    if available and sizes["peak_bytes"] > available:
+        over = {
+            "misfit": misfit(sizes["peak_bytes"], available),
+            "needed_bytes": sizes["peak_bytes"],
+        }
     text = compiled.as_text()
     if text_path:
         Path(text_path).write_text(text)
     program = hlo.parse(text)
-    facts = audit.facts(cfg, dict(mesh.shape), target["platform"], leaves_of(state))
+    platform = meshes.platform(mesh)
+    wanted = None if cfg.train.attention == "auto" else cfg.train.attention
+    tasks = attention.tasks(cfg, platform, mesh.shape["context"])
+    facts = audit.facts(
+        cfg,
+        dict(mesh.shape),
+        leaves_of(state),
+        chunk_tokens=loss.chunk_tokens(cfg.model.vocab_size, platform),
+        attention={attention.choose(task, wanted) for task in tasks},
+        platform=platform,
+    )
     found = collectives.collectives(program, mesh.shape)
     return {
         "outcome": "compiled",
         **_about(mesh, there),
         "lowering_seconds": between - started,
         "seconds": ended - between,
-        **memory(compiled.memory_analysis()),
+        **sizes,
+        "available_bytes": available,
+        **over,
         "state_bytes": facts.state_bytes,
         "collectives": [one._asdict() for one in found],
         "kernels": audit.kernels(program),
         "findings": [one._asdict() for one in audit.findings(program, found, facts)],
         "notes": [f"{name}: length unknown, counted once" for name in program.unknown_loops],
     }
+
+
+def misfit(needed: float, available: float) -> str:
+    """Return the line on a program that needs more bytes per device than there are."""
+    gib = 2**30
+    return f"does not fit: needs {needed / gib:.2f} GiB of {available / gib:.2f} GiB per device"
 
 
 def batch_like(cfg: Config) -> Any:
@@ -244,9 +291,14 @@ def _installed(platform: str) -> bool:
 def _answers() -> Iterator[TextIO]:
     """Give what was stdout for the answer alone; what libraries print goes to stderr."""
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)
-        yield out
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(real), "w") as out:
+            yield out
+    finally:
+        os.dup2(real, 1)
+        os.close(real)
 
 
 if __name__ == "__main__":

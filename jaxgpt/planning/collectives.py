@@ -1,4 +1,4 @@
-"""What devices exchange in one step, read off the compiled text: over which axes, how much, how often.
+"""What devices exchange in one step, read off the compiled text: axes, bytes, how often.
 
 Bytes are what each device sends where the exchange takes no more than it must: of n bytes and a
 group of g, an all-reduce sends 2 n (g-1)/g, all others n (g-1)/g, and a permutation n, n being the
@@ -26,7 +26,7 @@ KINDS = (
     "collective-broadcast",
 )
 GROUPS = re.compile(
-    r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*\)(?:T\([\d,]*\)\))?)? \{[^}]*\}|"
+    r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\((?:[^()]|\([^()]*\))*\))? \{[^}]*\}|"
     r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{(?:\{[\d,]*\},?)*\})"
 )
 IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -65,21 +65,12 @@ class Row(NamedTuple):
 def collectives(program: hlo.Program | str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return the exchanges of a compiled program, those that send most first.
 
-    `mesh`: axis sizes in the order of the mesh (`mesh.shape`). An exchange that a compiler has cut
-    into start, pieces and end is one.
+    `mesh`: axis sizes in the order of the mesh (`mesh.shape`).
     """
     if isinstance(program, str):
         program = hlo.parse(program)
-    found: dict[tuple[str, str], Collective] = {}
-    for computation, line in _lines(program):
-        one = _collective(program, computation, line, mesh)
-        channel = re.search(r"channel_id=(\d+)", line.attributes)
-        key = (one.kind, channel.group(1) if channel else line.name)
-        if key in found:  # the pieces may lie in a loop that it is spread over
-            first = found[key]
-            one = first._replace(runs=min(first.runs, one.runs), overlapped=True)
-        found[key] = one
-    return tuple(sorted(found.values(), key=lambda one: -one.bytes_per_step))
+    found = [_collective(program, where, line, mesh) for where, line in _lines(program)]
+    return tuple(sorted(found, key=lambda one: -one.bytes_per_step))
 
 
 def table(found: Sequence[Collective]) -> tuple[Row, ...]:
@@ -116,9 +107,20 @@ def axes_of(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[tuple[str, ...
 
 
 def _lines(program: hlo.Program) -> Iterator[tuple[str, hlo.Instruction]]:
+    """Yield the computation and instruction of each exchange, of libtpu's pieces only the first.
+
+    libtpu spreads one over other work as `AsyncCollectiveStart`, fusions that repeat it, and
+    `AsyncCollectiveDone`.
+    """
     for computation, lines in program.computations.items():
+        if not program.runs[computation]:
+            continue
+        marks = " ".join(line.attributes for line in lines if line.opcode == "custom-call")
+        piece = "AsyncCollectiveDone" in marks or computation.startswith("async_collective_fusion")
+        if piece and "AsyncCollectiveStart" not in marks:
+            continue
         for line in lines:
-            if line.opcode.removesuffix("-start") in KINDS and program.runs[computation]:
+            if line.opcode.removesuffix("-start") in KINDS:
                 yield computation, line
 
 
@@ -146,7 +148,9 @@ def _collective(
         groups = replica_groups(spelled.group(1) if spelled else "{}", num_devices)
         group = groups.shape[1]
     axes, partial = axes_of(groups, mesh)
-    if kind == "all-reduce" and _keeps_a_part(program.computations[computation], line):
+    lines = program.computations[computation]
+    fused = computation in program.fused
+    if kind == "all-reduce" and fused and _keeps_a_part(lines, hlo.num_bytes(shape)):
         kind = "reduce-scatter"  # libtpu's: fused with the slice; its shape is the whole already
     elif kind == "reduce-scatter":
         shape = _times(shape, group)
@@ -168,15 +172,16 @@ def _collective(
         whole,
         sent if axes else 0,
         program.runs[computation],
-        started,
-        line.op_name,
+        started or any("AsyncCollectiveStart" in line.attributes for line in lines if fused),
+        line.op_name or program.caller_op_name(computation),
     )
 
 
-def _keeps_a_part(lines: tuple[hlo.Instruction, ...], reduce: hlo.Instruction) -> bool:
-    """Tell whether a computation is an all-reduce of which it gives back a slice."""
+def _keeps_a_part(lines: hlo.Lines, whole: int) -> bool:
+    """Tell whether a computation with an all-reduce of so many bytes gives back slices of it."""
     root = next((line for line in lines if line.root), None)
-    return root is not None and root.opcode == "dynamic-slice" and root.operands[0] == reduce.name
+    slices = any(line.opcode == "dynamic-slice" for line in lines)
+    return root is not None and slices and 4 * hlo.num_bytes(root.shape) <= 3 * whole
 
 
 def _times(shape: str, group: int) -> str:
@@ -201,14 +206,22 @@ def _iota(found: re.Match[str]) -> np.ndarray:
     return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)
 
 
+def _order(text: str) -> np.ndarray:
+    """Return the devices that `[2,4]T(1,0)` (0.. reshaped, transposed) or a list stands for."""
+    found = re.search(r"\[([\d,]+)\]T\(([\d,]+)\)", text)
+    if not found:
+        return np.array(_numbers(text))
+    dims = _numbers(found.group(1))
+    return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(found.group(2))).ravel()
+
+
 def _groups_of_axes(text: str) -> np.ndarray:
     """Return the groups of `mesh['a'=2,'b'=4], device_ids=(...) {'a','b':(2)2}`."""
     inside = text[text.index("[") + 1 : text.index("]")]
     sizes = {n.strip("'"): int(s) for n, s in (item.split("=") for item in inside.split(","))}
     order = np.arange(math.prod(sizes.values()))
     if ids := re.search(r"device_ids=\((.*)\) \{", text):
-        iota = IOTA.search(ids.group(1))
-        order = _iota(iota).ravel() if iota else np.array(_numbers(ids.group(1)))
+        order = _order(ids.group(1))
     cuts = {name: [size] for name, size in sizes.items()}  # an axis as major, middle, minor parts
     taken = {name: [False] for name in sizes}
     axes = re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", text[text.rindex("{") :])

@@ -1,8 +1,8 @@
 """GPUs as the XLA compiler has them described, for compiling without one.
 
-The figures are NVIDIA's published ones: data sheets, the "technical specifications per compute
-capability" table of the CUDA C++ programming guide, and the memory that nvidia-smi lists. The text
-is XLA's `GpuTargetConfigProto`. Rates of single units are left out: they only feed cost models.
+The figures are NVIDIA's published ones: the architecture papers of A100, H100 and Blackwell, and
+the "technical specifications per compute capability" of the CUDA C++ programming guide. The text is
+XLA's `GpuTargetConfigProto`. Rates of single units are left out: they only feed cost models.
 """
 
 from __future__ import annotations
@@ -10,41 +10,37 @@ from __future__ import annotations
 from importlib import metadata
 from typing import NamedTuple
 
+from jaxgpt.chips import CHIPS
+
 MIB = 2**20
 
 
 class Gpu(NamedTuple):
-    """One product. Sizes in bytes, bandwidth in bytes per second."""
+    """What `chips` does not say of one product. Sizes in bytes."""
 
-    name: str  # as the driver calls it
     capability: tuple[int, int]  # compute capability: major, minor
     cores: int  # streaming multiprocessors
-    memory: int
-    bandwidth: int
     l2_cache: int
     clock_ghz: float  # boost
     units_per_core: int = 128  # float32
-    threads_per_core: int = 2048
     shared_per_core: int = 228 * 1024
 
 
 GPUS = {
-    "a100": Gpu(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 81920 * MIB, 2_039 * 10**9, 40 * MIB, 1.41, 64,
-        shared_per_core=164 * 1024,
-    ),
-    "rtx4090": Gpu(
-        "NVIDIA GeForce RTX 4090", (8, 9), 128, 24564 * MIB, 1_008 * 10**9, 72 * MIB, 2.52,
-        threads_per_core=1536, shared_per_core=100 * 1024,
-    ),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 81559 * MIB, 3_350 * 10**9, 50 * MIB, 1.98),
-    "h200": Gpu("NVIDIA H200", (9, 0), 132, 143771 * MIB, 4_800 * 10**9, 50 * MIB, 1.98),
-    "b200": Gpu("NVIDIA B200", (10, 0), 148, 183359 * MIB, 8_000 * 10**9, 126 * MIB, 1.965),
-}  # fmt: skip
+    "a100-40": Gpu((8, 0), 108, 40 * MIB, 1.41, 64, 164 * 1024),
+    "a100-80": Gpu((8, 0), 108, 40 * MIB, 1.41, 64, 164 * 1024),
+    "h100": Gpu((9, 0), 132, 50 * MIB, 1.98),
+    "h200": Gpu((9, 0), 132, 50 * MIB, 1.98),
+    "b200": Gpu((10, 0), 148, 126 * MIB, 1.965),
+}
 
 
-def description(gpu: Gpu) -> str:
-    """Return the textual target of a GPU, with the CUDA and cuDNN versions installed here."""
+def description(name: str) -> str:
+    """Return the textual target of a GPU, with the CUDA and cuDNN versions installed here.
+
+    `name` is one of `GPUS`, as in `chips.CHIPS`.
+    """
+    gpu, chip = GPUS[name], next(chip for chip in CHIPS if chip.name == name)
     major, minor = gpu.capability
     # From Hopper on, the instructions of just this architecture (wgmma, tcgen05) are used.
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
@@ -52,14 +48,14 @@ def description(gpu: Gpu) -> str:
     # 1 KiB of each block's shared memory belongs to the system.
     return f"""
 gpu_device_info {{
-  name: "{gpu.name}"
+  name: "{chip.kinds[0]}"
   device_vendor: "NVIDIA Corporation"
   cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
   core_count: {gpu.cores}
   fpus_per_core: {gpu.units_per_core}
   clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {gpu.memory}
-  memory_bandwidth: {gpu.bandwidth}
+  device_memory_size: {int(chip.usable)}
+  memory_bandwidth: {int(chip.bandwidth)}
   l2_cache_size: {gpu.l2_cache}
   shared_memory_per_core: {gpu.shared_per_core}
   shared_memory_per_block: {48 * 1024}
@@ -67,7 +63,7 @@ gpu_device_info {{
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   threads_per_warp: 32
-  threads_per_core_limit: {gpu.threads_per_core}
+  threads_per_core_limit: 2048
   threads_per_block_limit: 1024
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024
@@ -85,7 +81,7 @@ gpu_device_info {{
 platform_name: "CUDA"
 runtime_version {{ major: {cuda[0]} minor: {cuda[1]} patch: {cuda[2]} }}
 dnn_version_info {{ major: {cudnn[0]} minor: {cudnn[1]} patch: {cudnn[2]} }}
-device_description_str: "{gpu.name}"
+device_description_str: "{chip.kinds[0]}"
 """
 
 

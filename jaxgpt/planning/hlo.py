@@ -23,8 +23,8 @@ CALLED = re.compile(
     r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 TRIP_COUNT = re.compile(r'known_trip_count"?\s*[:=]\s*\{"?n"?\s*[:=]\s*"?(\d+)')
-# A value passed on unchanged, for finding the counter of a loop.
-THROUGH = {"copy", "bitcast", "convert", "get-tuple-element", "copy-start", "copy-done"}
+END = re.compile(r'\}(, execution_thread="[^"]*")?')
+COPIES = {"copy", "bitcast", "convert", "copy-start", "copy-done"}
 
 
 class Instruction(NamedTuple):
@@ -50,40 +50,77 @@ class Instruction(NamedTuple):
         return found.group(1) if found else ""
 
 
+Lines = tuple[Instruction, ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """The computations of a module, by name, in the order of the text; `entry` is run once."""
 
-    computations: dict[str, tuple[Instruction, ...]]
+    computations: dict[str, Lines]
     entry: str
     header: str
 
     @cached_property
     def runs(self) -> dict[str, int]:
         """How often each computation is run per execution; both branches of a choice count."""
-        return _runs(self, *_loops(self))
+        return _runs(self)
 
     @cached_property
+    def passes(self) -> dict[str, int | None]:
+        """How often each loop's body is run each time; None where the text does not tell."""
+        return _passes(self)
+
+    @cached_property
+    def fused(self) -> set[str]:
+        """The computations inside fusions, of which no value but the last reaches memory."""
+        return {
+            callee
+            for lines in self.computations.values()
+            for line in lines
+            if line.opcode == "fusion"
+            for _, callee in line.called()
+        }
+
+    @cached_property
+    def callers(self) -> dict[str, Instruction]:
+        """The first instruction that runs each computation; the entry has none."""
+        return {
+            callee: line
+            for lines in reversed(self.computations.values())
+            for line in reversed(lines)
+            for _, callee in line.called()
+        }
+
+    def caller_op_name(self, computation: str) -> str:
+        """Return what the instruction was doing that runs a computation."""
+        line = self.callers.get(computation)
+        return line.op_name if line else ""
+
+    @property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Names of the loops whose length is not in the text; they are counted as one pass."""
-        return _loops(self)[1]
+        """Names of the loops of unknown length; they are counted as one pass."""
+        return tuple(name for name, passes in self.passes.items() if passes is None)
 
 
 def parse(text: str) -> Program:
     """Return the program of an HLO text. Raises ValueError where there is no entry computation."""
-    computations: dict[str, tuple[Instruction, ...]] = {}
+    computations: dict[str, Lines] = {}
     header, entry, name = text.partition("\n")[0], "", ""
-    lines: list[Instruction] = []
+    pieces: list[str] = []  # of the computation that is being read, one for each instruction
     for line in text.splitlines():
-        if name and line.startswith("}"):
-            computations[name], name, lines = tuple(lines), "", []
-        elif line[:1].isspace():
-            if name and (instruction := _instruction(line)):
-                lines.append(instruction)
-        elif line.endswith("{") and " -> " in line:
-            is_entry = line.startswith("ENTRY ")
-            name = NAME.match(line.removeprefix("ENTRY ")).group(1)  # type: ignore[union-attr]
-            entry = name if is_entry else entry
+        if not name:
+            if line.endswith("{") and " -> " in line:
+                name = NAME.match(line.removeprefix("ENTRY ")).group(1)  # type: ignore[union-attr]
+                entry = name if line.startswith("ENTRY ") else entry
+        elif END.fullmatch(line):
+            found = (_instruction(piece) for piece in pieces)
+            computations[name] = tuple(one for one in found if one is not None)
+            name, pieces = "", []
+        elif line.startswith("  "):
+            pieces.append(line)
+        elif pieces:  # what a kernel says of itself may have lines
+            pieces[-1] += line
     if not entry:
         raise ValueError("no HLO text: it has no ENTRY computation")
     return Program(computations, entry, header)
@@ -149,20 +186,17 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _loops(program: Program) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return the passes of each while instruction, and the names of those that are not known."""
-    passes, unknown = {}, []
+def _passes(program: Program) -> dict[str, int | None]:
+    result: dict[str, int | None] = {}
     for lines in program.computations.values():
-        for instruction in lines:
-            if instruction.opcode == "while":
-                known = TRIP_COUNT.search(instruction.attributes)
-                count = int(known.group(1)) if known else _counted(program, lines, instruction)
-                passes[instruction.name] = 1 if count is None else count
-                unknown += [] if count is not None else [instruction.name]
-    return passes, tuple(unknown)
+        for line in lines:
+            if line.opcode == "while":
+                known = TRIP_COUNT.search(line.attributes)
+                result[line.name] = int(known.group(1)) if known else _counted(program, lines, line)
+    return result
 
 
-def _counted(program: Program, lines: tuple[Instruction, ...], loop: Instruction) -> int | None:
+def _counted(program: Program, lines: Lines, loop: Instruction) -> int | None:
     """Return the passes of a loop that counts to a constant, as libtpu prints them, or None.
 
     The condition is `element i of the tuple < n`, the body adds a constant to it, and it starts
@@ -171,51 +205,46 @@ def _counted(program: Program, lines: tuple[Instruction, ...], loop: Instruction
     called = dict(loop.called())
     condition = program.computations.get(called.get("condition", ""), ())
     body = program.computations.get(called.get("body", ""), ())
-    test = next((line for line in condition if line.root), None)
-    if test is None or test.opcode != "compare" or "direction=LT" not in test.attributes:
+    test, end = _root(condition), _root(body)
+    start = _source(lines, loop.operands[0])
+    if not (test and end and start) or test.opcode != "compare":
         return None
-    index, limit = _element(condition, test.operands[0]), _constant(condition, test.operands[1])
-    end = next((line for line in body if line.root), None)
-    start = _find(lines, loop.operands[0])
-    if index is None or limit is None or end is None or start is None:
+    if "direction=LT" not in test.attributes or not end.opcode == start.opcode == "tuple":
         return None
-    if end.opcode != "tuple" or start.opcode != "tuple":
+    element = _source(condition, test.operands[0])
+    index = re.search(r"index=(\d+)", element.attributes) if element else None
+    limit = _constant(condition, test.operands[1])
+    if index is None or limit is None:
         return None
-    first = _constant(lines, start.operands[index])
-    step = _find(body, end.operands[index])
-    if step is None or step.opcode != "add" or first is None:
+    first = _constant(lines, start.operands[int(index.group(1))])
+    step = _source(body, end.operands[int(index.group(1))])
+    if first is None or step is None or step.opcode != "add":
         return None
-    by = [_constant(body, operand) for operand in step.operands]
-    by = [number for number in by if number]
-    return max(0, math.ceil((limit - first) / by[0])) if by else None
+    by = next(filter(None, (_constant(body, operand) for operand in step.operands)), None)
+    return max(0, math.ceil((limit - first) / by)) if by else None
 
 
-def _find(lines: tuple[Instruction, ...], name: str) -> Instruction | None:
-    return next((line for line in lines if line.name == name), None)
+def _root(lines: Lines) -> Instruction | None:
+    return next((line for line in lines if line.root), None)
 
 
-def _constant(lines: tuple[Instruction, ...], name: str) -> int | None:
-    """Return the integer that a name stands for, through copies."""
-    line = _find(lines, name)
-    while line is not None and line.opcode in THROUGH - {"get-tuple-element"}:
-        line = _find(lines, line.operands[0])
+def _source(lines: Lines, name: str) -> Instruction | None:
+    """Return the instruction that made a value, through copies of it."""
+    line = next((line for line in lines if line.name == name), None)
+    while line is not None and line.opcode in COPIES:
+        line = next((other for other in lines if other.name == line.operands[0]), None)
+    return line
+
+
+def _constant(lines: Lines, name: str) -> int | None:
+    """Return the integer that a name stands for, if it is one."""
+    line = _source(lines, name)
     if line is None or line.opcode != "constant" or not re.fullmatch(r"-?\d+", line.operands[0]):
         return None
     return int(line.operands[0])
 
 
-def _element(lines: tuple[Instruction, ...], name: str) -> int | None:
-    """Return which element of the computation's argument a name stands for."""
-    line = _find(lines, name)
-    while line is not None and line.opcode in THROUGH:
-        if line.opcode == "get-tuple-element":
-            found = re.search(r"index=(\d+)", line.attributes)
-            return int(found.group(1)) if found else None
-        line = _find(lines, line.operands[0])
-    return None
-
-
-def _runs(program: Program, passes: dict[str, int], _: tuple[str, ...]) -> dict[str, int]:
+def _runs(program: Program) -> dict[str, int]:
     order: list[str] = []
     seen: set[str] = set()
 
@@ -238,6 +267,6 @@ def _runs(program: Program, passes: dict[str, int], _: tuple[str, ...]) -> dict[
                 continue
             for kind, callee in line.called():
                 if callee in runs:
-                    times = passes[line.name] if kind in ("body", "condition") else 1
-                    runs[callee] += runs[name] * times
+                    passes = program.passes[line.name] if kind in ("body", "condition") else 1
+                    runs[callee] += runs[name] * (1 if passes is None else passes)
     return runs

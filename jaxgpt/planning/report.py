@@ -6,10 +6,13 @@ was asked, stands beside the analytic figures and never replaces them.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxgpt.model.gpt import flops_per_token
 from jaxgpt.parallel.mesh import AXES
+from jaxgpt.planning import collectives
+from jaxgpt.planning.compile import Compiled
 from jaxgpt.planning.memory import PEAKS
 from jaxgpt.planning.roofline import FAILURES_PER_DEVICE_DAY, bubble_share, run, saving
 from jaxgpt.planning.search import Candidate, Fix
@@ -25,7 +28,10 @@ ASSUMED = (
 
 
 def report(
-    plan: Candidate, fixes: list[Fix], compiled: Any | None = None, notes: list[str] | None = None
+    plan: Candidate,
+    fixes: list[Fix],
+    compiled: Compiled | None = None,
+    notes: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return the plan as a JSON object; `exit_code` is 64 where it does not fit.
 
@@ -34,9 +40,7 @@ def report(
     at, memory, bound = plan.layout, plan.memory, plan.bound
     cfg, target = at.cfg, at.target
     whole, save = run(at, bound.seconds), saving(at)
-    fits = plan.fits
-    if compiled is not None and compiled.peak_bytes:
-        fits = compiled.peak_bytes <= target.usable
+    fits = plan.fits if compiled is None else compiler_fits(plan, compiled)
     causal, full = (flops_per_token(cfg.model, causal) for causal in (True, False))
     return {
         "target": target.name,
@@ -86,15 +90,19 @@ def report(
     }  # fmt: skip
 
 
-def _compiled(compiled: Any) -> dict[str, Any]:
-    fields = getattr(compiled, "_asdict", None)
-    plain = fields() if fields else dict(vars(compiled))
-    return {
-        key: [entry._asdict() if hasattr(entry, "_asdict") else vars(entry) for entry in value]
-        if key == "collectives"
-        else list(value) if isinstance(value, tuple) else value
-        for key, value in plain.items()
-    }  # fmt: skip
+def compiler_fits(plan: Candidate, compiled: Compiled) -> bool:
+    """Tell whether what the compiler made fits the device; it knows better than arithmetic."""
+    return not compiled.misfit and compiled.peak_bytes <= plan.layout.target.usable
+
+
+def _compiled(done: Compiled) -> dict[str, Any]:
+    """Return the compiler's totals, with exchanges summed by axes and kind."""
+    return dataclasses.asdict(done) | {
+        "peak_bytes": done.needed_bytes if done.misfit else done.peak_bytes,
+        "collectives": [row._asdict() for row in collectives.table(done.collectives)],
+        "findings": [finding.line for finding in done.findings],
+        "notes": list(done.notes),
+    }
 
 
 def candidates(found: list[Candidate]) -> list[dict[str, Any]]:

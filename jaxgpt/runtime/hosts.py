@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 
 import jax
@@ -42,23 +43,25 @@ def start(
     *,
     timeout: float | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[str, ...]:
-    """Start the distributed runtime and return the host names of all processes, in their order.
+) -> tuple[Launch | None, tuple[str, ...]]:
+    """Start the distributed runtime; return the launch and the host names of all processes.
 
-    To be called once, before JAX is asked for devices. With one process nothing is started.
+    To be called once, before JAX is asked for devices. With one process nothing is started. The
+    launch comes back with what was left to find out; None: this process is not one of several.
     `timeout` in seconds, by default START_TIMEOUT or what JAXGPT_START_TIMEOUT says. Raises what
     `roll_call` raises, and ConfigError where JAX does not see the GPUs that the launcher promised.
     """
     if launch is not None and launch.processes == 0:
         launch = _ask_metadata(launch)
     if launch is None or launch.processes == 1:
-        return (socket.gethostname(),)
+        return launch, (socket.gethostname(),)
     name = f"{socket.gethostname()}, process {launch.process}"
     if launch.process:
         leaving.sign(name)
     seconds = _start_timeout() if timeout is None else timeout
     names = roll_call(launch.coordinator, launch.process, launch.processes, seconds, say)
     _pass_by_proxies(launch.coordinator)
+    _keep_stdout()
     try:
         jax.distributed.initialize(
             launch.coordinator,
@@ -78,7 +81,7 @@ def start(
             f"devices ({jax.local_devices()[0].device_kind}); install jaxgpt[cuda], or set "
             "JAX_PLATFORMS=cpu to compute without them"
         )
-    return names
+    return launch, names
 
 
 def _start_timeout() -> float:
@@ -115,3 +118,14 @@ def _pass_by_proxies(coordinator: str) -> None:
     others = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")
     os.environ["no_grpc_proxy"] = ",".join(filter(None, [others, host]))
     jax.config.update("jax_check_proxy_envs", False)  # it would only warn
+
+
+def _keep_stdout() -> None:
+    """Keep standard output to ourselves: Gloo, which connects CPUs, greets there from C++."""
+    if sys.stdout is not sys.__stdout__ or sys.stdout.fileno() != 1:
+        return
+    sys.stdout.flush()
+    ours, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)

@@ -29,6 +29,11 @@ def is_first() -> bool:
     return not _signature
 
 
+def signed(text: str) -> str:
+    """Return a text each line of which tells which process it comes from, if not from the first."""
+    return "".join(f"{_signature}{line}" for line in text.splitlines(keepends=True))
+
+
 def error_line(text: str) -> str:
     """Return a line of an error as the command prints it, with the name of the process."""
     return f"jaxgpt: {_signature}{text}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import selectors
 import socket
 import threading
@@ -68,6 +69,7 @@ def roll_call(
     me = Present(process, processes, socket.gethostname(), os.getpid())
     if process != 0:
         return _attend(address, me, timeout, say)
+    _allow_connections(processes)
     with _listen(port) as server:
         call = threading.Thread(target=_call, args=(server, processes, timeout, say), daemon=True)
         call.start()
@@ -91,6 +93,14 @@ def _listen(port: int) -> socket.socket:
             f"coordinator port {port} on {socket.gethostname()}: {reason}; another run uses it, or "
             "one that has not ended yet: choose another port"
         ) from None
+
+
+def _allow_connections(number: int) -> None:
+    """Raise the limit of open files, often 1024, so that all can be connected at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + 256 if hard == resource.RLIM_INFINITY else min(number + 256, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _call(

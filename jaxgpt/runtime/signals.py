@@ -65,6 +65,8 @@ class Stop:
             stopping = [number for number in numbers if number != signal.SIGUSR1]
             if stopping and not announced:
                 announced = True
+                # Other hosts are not to wait until the main thread is back in Python.
+                self.reason = self.reason or signal.Signals(stopping[0]).name
                 self._notify(
                     f"{signal.Signals(stopping[0]).name}: finishing the step and saving"
                     + ("; press Ctrl-C again to quit without" if interrupts else "")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
 from jaxgpt.errors import HangError
-from jaxgpt.runtime.leaving import cursor, say
+from jaxgpt.runtime.leaving import cursor, error_line, say
 
 # Seconds that a phase may take before the run counts as stuck: about ten times what the slowest
 # healthy case needs (a 70B compile, a checkpoint to slow storage, a long evaluation). To open data
@@ -47,6 +47,7 @@ class Phase(NamedTuple):
     began: float
     deadline: float
     suspended: float  # for how long the process had been suspended before
+    spare: float  # by how much `limit` was made shorter by what was learned
     detail: Callable[[], str] | None  # tells more when the phase is stuck
 
 
@@ -77,6 +78,7 @@ class Watchdog:
         self.limits = dict(limits)
         self.explain: Callable[[str], str] | None = None
         self.mark = Mark(0, time.monotonic(), {})
+        self.failed_in = ""  # the innermost phase that an exception left
         self._tick = tick
         self._lock_margin = lock_margin
         self._phases: list[Phase] = []
@@ -115,13 +117,16 @@ class Watchdog:
         `detail` is asked what was waited for when the work is found stuck.
         """
         seconds = self._limit(name) if limit is None else limit
+        spare = self.limits[name] - seconds if limit is None else 0.0
         began, inner = time.monotonic(), sum(self._spent.values())
+        phase = Phase(name, seconds, began, began + seconds, self._suspended, spare, detail)
         outer = self._phases
-        self._phases = [
-            *outer, Phase(name, seconds, began, began + seconds, self._suspended, detail)
-        ]  # fmt: skip
+        self._phases = [*outer, phase]
         try:
             yield
+        except BaseException:
+            self.failed_in = self.failed_in or name
+            raise
         finally:
             spent = time.monotonic() - began
             # A new list each time: the thread always sees a whole one, without a lock.
@@ -157,9 +162,8 @@ class Watchdog:
                 armed = phases
                 faulthandler.cancel_dump_traceback_later()
                 if phases:
-                    # Not what was learned: this timer would count while the process is suspended.
-                    spare = max(0.0, self.limits.get(phases[-1].name, 0.0) - phases[-1].limit)
-                    left = phases[-1].deadline - now + spare + self._lock_margin
+                    # Without what was learned: this timer also runs in a suspended process.
+                    left = phases[-1].deadline - now + phases[-1].spare + self._lock_margin
                     faulthandler.dump_traceback_later(left, exit=True, file=2)
         faulthandler.cancel_dump_traceback_later()
 
@@ -172,7 +176,7 @@ class Watchdog:
         say(f"{cursor()}{_stacks()}", seconds=5.0)
         if self.explain:
             text = self.explain(text)
-        say(f"jaxgpt: {text}; exit {HangError.exit_code}\n", seconds=5.0)
+        say(error_line(f"{text}; exit {HangError.exit_code}\n"), seconds=5.0)
         os._exit(HangError.exit_code)
 
 

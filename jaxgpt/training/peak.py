@@ -23,8 +23,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxgpt import chips
+from jaxgpt.parallel.xla_options import of_dtype
 from jaxgpt.runtime import processor
-from jaxgpt.training.step import compiler_options
 
 # Rows, depth and columns of the products timed; the small ones stay in a CPU's cache.
 CPU_SHAPES = ((512, 768, 3072), (1024, 1024, 1024), (2048, 1024, 1024))
@@ -77,7 +77,7 @@ def _matmul_rate(dtype: str, device: jax.Device, seconds: float) -> float:
     end = time.perf_counter() + seconds
     shapes = CPU_SHAPES if device.platform == "cpu" else ACCELERATOR_SHAPES
     # With the options of training, or the peak would be that of another matmul library.
-    options = compiler_options(dtype, device.platform)
+    options = of_dtype(dtype, device.platform)
     product = jax.jit(lambda a, b: a @ b, compiler_options=options)
     numbers = np.random.default_rng(0)
     best = 0.0

@@ -20,8 +20,9 @@ from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
 from jaxgpt.errors import NumericsError
 from jaxgpt.model import gpt
+from jaxgpt.parallel.xla_options import of_dtype, preset
 from jaxgpt.training.loss import chunk_tokens
-from jaxgpt.training.step import compiler_options, gradients
+from jaxgpt.training.step import gradients
 
 ROWS, LENGTH, VOCAB = 2, 256, 512  # two attention blocks of 128, two loss chunks of 256 tokens
 WINDOW = 130  # a sliding window that crosses a block
@@ -52,13 +53,14 @@ class Probe:
 def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe:
     """Compare loss and gradients of a twin of `cfg` with a float32 reference without options.
 
-    `options`: XLA options under test; None: those of `compiler_options` for this run. Runs on one
-    local device. Raises NumericsError naming the worst leaf when any error exceeds the tolerance.
+    `options`: XLA options under test; None: those of this run on one device. Runs on one local
+    device. Raises NumericsError naming the worst leaf when any error exceeds the tolerance.
     """
     device = jax.local_devices()[0]
     dtype = cfg.train.compute_dtype
     if options is None:
-        options = compiler_options(dtype, device.platform)
+        options = of_dtype(dtype, device.platform)
+        options |= preset(device.platform, device.device_kind, 1) | cfg.train.xla_options
     # Accelerators multiply float32 in shorter formats by default, by choice and not by fault.
     tolerance = TOLERANCE[dtype if device.platform == "cpu" else "bfloat16"]
     small = twin(cfg)
@@ -67,7 +69,7 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
         params = gpt.init(small.model, jax.random.key(0))
         tested = _run(cfg, small, dtype, options, params, batch)
         with jax.default_matmul_precision("highest"):
-            trusted = compiler_options("float32", device.platform)
+            trusted = of_dtype("float32", device.platform)
             reference = _run(cfg, small, "float32", trusted, params, batch)
     (grads, loss), (right_grads, right_loss) = tested, reference
     loss_error = _share(abs(loss - right_loss), abs(right_loss))

@@ -10,6 +10,7 @@ micro-batches nor on the mesh.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,20 +19,22 @@ from jax.sharding import Mesh
 
 from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
-from jaxgpt.model import gpt
+from jaxgpt.model import gpt, pipeline, staging
 from jaxgpt.model import params as parameters
+from jaxgpt.model.attention import Impl
+from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import Params
-from jaxgpt.parallel.mesh import check_batch, check_model, platform
+from jaxgpt.parallel.mesh import check_batch, check_model
 from jaxgpt.parallel.sharding import Placement, batch_sharding, replicated
+from jaxgpt.parallel.xla_options import step_options
 from jaxgpt.training import routing
 from jaxgpt.training.audit import rows_digest
-from jaxgpt.training.loss import next_token_sums
+from jaxgpt.training.loss import LossSums, next_token_sums
 from jaxgpt.training.optimizer import Optimizer
 from jaxgpt.training.state import TrainState
 
 Array = jax.Array
 Metrics = dict[str, Array]
-ONEDNN = "xla_cpu_experimental_onednn_custom_call"
 
 
 def train_step(
@@ -102,6 +105,8 @@ def gradients(
     """
     A, B, _ = batch.tokens.shape
     seed = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
+    if mesh is not None and mesh.shape["stage"] > 1:
+        return _of_pipeline(cfg, mesh, chunk, params, batch, seed)
     # With several micro-batches each replica sums its own gradients, and they meet once, at the
     # end. Left to the partitioner they would meet after each micro-batch.
     replicas = 1 if mesh is None or A == 1 else mesh.shape["data"]
@@ -137,6 +142,66 @@ def gradients(
     return grads, sums
 
 
+def _of_pipeline(
+    cfg: Config, mesh: Mesh, chunk: int | None, params: Params, batch: Batch, seed: Array
+) -> tuple[Params, Metrics]:
+    """Return `gradients` on a mesh with stages, through which the micro-batches of the batch pass.
+
+    One differentiation of the whole update. Gradients of layers are summed over turns in float32.
+    """
+    A, B, _ = batch.tokens.shape
+    dtype, rounds = jnp.dtype(cfg.train.compute_dtype), cfg.mesh.rounds
+    replicas = mesh.shape["data"]
+    shards = Placement(mesh, ("data",) if replicas > 1 else ())
+    layers = staging.cast(params.layers, dtype)
+    layers = staging.place(cfg.model, layers, rounds, Placement(mesh))
+    rest = jax.tree.map(lambda x: x.astype(jnp.float32), params.replace(layers=None))
+    sink = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), layers)
+
+    def total(trained: tuple, batch: Batch, keys: Array | None) -> tuple[Array, Metrics]:
+        rest, sink = trained
+        out = pipeline.forward(
+            cfg.model,
+            rest,
+            layers,
+            sink,
+            batch.tokens,
+            rounds=rounds,
+            shards=shards,
+            weights=batch.weights,
+            segment_ids=batch.segment_ids,
+            positions=batch.positions,
+            dtype=dtype,
+            dropout_key=keys,
+            impl=_impl(cfg),
+        )
+        targets, _ = staging.at_the_end(batch.targets, rounds, shards)
+        weights, numbers = staging.at_the_end(batch.weights, rounds, shards)
+        weights = jnp.where(numbers[..., None] < 0, 0, weights)
+        loss = shards.over(
+            "stages",
+            lambda shards, *of_stage: _token_loss(cfg, shards, chunk, rest)(*of_stage),
+        )
+        main = jax.tree.map(lambda x: x.sum(0), loss(out.hidden, targets, weights))
+        return _total(cfg, main, [], out.router)
+
+    def one(batch: Batch, rows: Array) -> tuple[tuple, Metrics]:
+        keys = jax.vmap(jax.vmap(lambda row: jax.random.fold_in(seed, row)))(rows)
+        differentiate = jax.value_and_grad(total, has_aux=True)
+        (_, sums), grads = differentiate((rest, sink), batch, keys if cfg.model.dropout else None)
+        return grads, sums
+
+    rows = jnp.arange(A * B).reshape(A, B)  # of the global batch
+    if replicas == 1:
+        grads, sums = one(batch, rows)
+    else:  # they meet once, at the end
+        one = jax.vmap(one, in_axes=1, spmd_axis_name="data")
+        parts = jax.tree.map(lambda x: x.reshape(A, replicas, -1, *x.shape[2:]), (batch, rows))
+        grads, sums = jax.tree.map(lambda x: x.sum(0), one(*parts))
+    of_layers = staging.unplace(cfg.model, grads[1], rounds, Placement(mesh))
+    return _placed(cfg, mesh, grads[0].replace(layers=of_layers)), sums
+
+
 def _placed(cfg: Config, mesh: Mesh | None, grads: Params, lead: str = "") -> Params:
     """Return gradients, each where its parameter lies; `lead` names an axis before its own."""
     place = Placement(mesh).constrain
@@ -155,8 +220,6 @@ def _loss(
     keys: Array | None,
 ) -> tuple[Array, Metrics]:
     """Return (total, sums) of one micro-batch [B, T]."""
-    dtype = jnp.dtype(cfg.train.compute_dtype)
-    chosen = cfg.train.attention
     hidden, taps, router = gpt.forward(
         cfg.model,
         params,
@@ -164,37 +227,59 @@ def _loss(
         weights=batch.weights,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
-        dtype=dtype,
+        dtype=jnp.dtype(cfg.train.compute_dtype),
         dropout_key=keys,
-        impl=None if chosen == "auto" else chosen,
+        impl=_impl(cfg),
         shards=shards,
     )
-    loss = functools.partial(
-        next_token_sums,
-        head=gpt.head(cfg.model, params),
-        targets=batch.targets,
-        weights=batch.weights,
-        z_loss=cfg.train.z_loss,
-        label_smoothing=cfg.train.label_smoothing,
-        softcap=cfg.model.logit_softcap,
-        dtype=dtype,
-        logits_dtype=logits_dtype(cfg),
-        chunk=chunk,
-        shards=shards,
-    )
-    main = loss(hidden)
+    loss = _token_loss(cfg, shards, chunk, params)
+    main = loss(hidden, batch.targets, batch.weights)
+    others = [loss(taps[n], batch.targets, batch.weights).total for n in cfg.model.aux_layers]
+    return _total(cfg, main, others, router)
+
+
+def _impl(cfg: Config) -> Impl | None:
+    return None if cfg.train.attention == "auto" else cfg.train.attention
+
+
+def _token_loss(
+    cfg: Config, shards: Placement, chunk: int | None, params: Params
+) -> Callable[[Array, Array, Array], LossSums]:
+    """Return the loss as a function of hidden states [B, T, D], targets and weights [B, T]."""
+
+    def loss(hidden: Array, targets: Array, weights: Array) -> LossSums:
+        return next_token_sums(
+            hidden,
+            gpt.head(cfg.model, params),
+            targets,
+            weights,
+            z_loss=cfg.train.z_loss,
+            label_smoothing=cfg.train.label_smoothing,
+            softcap=cfg.model.logit_softcap,
+            dtype=jnp.dtype(cfg.train.compute_dtype),
+            logits_dtype=logits_dtype(cfg),
+            chunk=chunk,
+            shards=shards,
+        )
+
+    return loss
+
+
+def _total(
+    cfg: Config, main: LossSums, others: list[Array], router: RouterSums | None
+) -> tuple[Array, Metrics]:
+    """Return what is minimised, and the sums it is made of; `others`: of `model.aux_layers`."""
     total = main.total
     sums = {"loss_sum": main.nll, "weight": main.weight}
     if cfg.train.z_loss:
         sums["z_loss_sum"] = main.z
     if cfg.train.label_smoothing:
         sums["label_smoothing_sum"] = main.smoothing
-    if taps:
+    if others:
         weights = cfg.train.aux_loss_weights
         if len(weights) == 1:
-            weights *= len(taps)
-        each = zip(cfg.model.aux_layers, weights, strict=True)
-        aux = sum(weight * loss(taps[layer]).total for layer, weight in each)
+            weights *= len(others)
+        aux = sum(weight * other for weight, other in zip(weights, others, strict=True))
         total = total + aux
         sums["aux_loss_sum"] = aux
     if router is not None:
@@ -223,18 +308,5 @@ def make_train_step(cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: Tr
         in_shardings=(shardings, batch_sharding(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
-        compiler_options=compiler_options(cfg.train.compute_dtype, platform(mesh)),
+        compiler_options=step_options(cfg.train.compute_dtype, mesh, cfg.train.xla_options),
     )
-
-
-def compiler_options(compute_dtype: str, platform: str) -> dict[str, bool]:
-    """Return the XLA options of programs in this dtype on this platform; they affect no others.
-
-    On CPU, JAX 0.12 leaves weight gradients in bfloat16 to a float32 kernel, and sends them to
-    oneDNN (twice as fast) with this option. In float32 the same option gave wrong gradients of
-    attention (JAX 0.12.0.1), so there it is turned off even if XLA_FLAGS has it. JAX 0.10
-    accepts it without effect.
-    """
-    if platform != "cpu":
-        return {}
-    return {ONEDNN: jnp.dtype(compute_dtype) == jnp.bfloat16}

@@ -1,0 +1,229 @@
+"""Layers split over the stages of a pipeline, through which the micro-batches of an update pass.
+
+In a turn all S stages compute at the same time, each on the micro-batch it holds, and hand what
+they have computed on to the next; the last hands it to the first, R times (the circular pipeline of
+Narayanan et al. 2021 and of praxis, as one loop of one program). A micro-batches need A R + S - 1
+turns, in S - 1 of which a stage has nothing to do. New micro-batches and finished ones lie on a
+belt of q places at each stage, [S, q, B, T, D], which brings the one to the first stage and takes
+the other away: embeddings and the loss are computed by all stages, each for its own places.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxgpt.config import ModelConfig
+from jaxgpt.model import embedding, gpt, remat
+from jaxgpt.model.attention import Impl
+from jaxgpt.model.blocks import block
+from jaxgpt.model.moe import RouterSums
+from jaxgpt.model.params import LayerParams, Params
+from jaxgpt.model.shards import Shards
+from jaxgpt.model.staging import BELT, STREAM, at, collect, merge, on_belt, shift
+from jaxgpt.model.turns import Plan, plan
+
+Array = jax.Array
+
+# What only moves or casts an array. Without remat all else is kept: a turn's weights, sliced out
+# of those of a stage, would otherwise be kept for every turn.
+MOVES = {
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather",
+    "reshape", "slice", "squeeze", "transpose",
+}  # fmt: skip
+
+
+class Output(NamedTuple):
+    """What comes out of a pipeline, as it lies at the stages."""
+
+    hidden: Array  # [S, rows, T, D], what the head is applied to, in the order of `at_the_end`
+    router: RouterSums | None  # sums over the update, leaves [L, ...]; None for dense MLPs
+
+
+class _Rows(NamedTuple):
+    """What a stage must know of a micro-batch besides its activations; of all: leading axis A."""
+
+    weights: Array | None  # [B, T]
+    segment_ids: Array | None  # [B, T]
+    positions: Array | None  # [B, T]
+    keys: Array | None  # [B]
+
+
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    layers: LayerParams,
+    sink: LayerParams | None,
+    tokens: Array,
+    *,
+    rounds: int,
+    shards: Shards,
+    weights: Array | None = None,
+    segment_ids: Array | None = None,
+    positions: Array | None = None,
+    dtype: DTypeLike = jnp.float32,
+    dropout_key: Array | None = None,
+    impl: Impl | None = None,
+) -> Output:
+    """Return what `gpt.forward` does of each of A micro-batches, tokens [A, B, T].
+
+    `params` without its layers, which are `layers`, from `place` and `cast`. The gradient of these
+    is that of `sink`, which is alike and whose values do not matter: it is summed over turns in the
+    dtype of the sink. The other arguments are those of `gpt.forward` with an axis A before theirs;
+    `dropout_key` [A, B], one per row.
+    """
+    S = shards.split("stages")
+    steps = plan(len(tokens), S, rounds)
+    rows = _Rows(weights, segment_ids, positions, dropout_key)
+    belt = _embeddings(cfg, params, tokens, rows, steps, dtype, impl, shards)
+    stage = functools.partial(_stage, cfg, rows, dtype=dtype, impl=impl)
+    if cfg.remat == "full":
+        stage = _again(stage, remat.policy(cfg, shards.platform))
+    stages = shards.over("stages", stage)
+    first = (jnp.arange(S) == 0).reshape(S, 1, 1, 1)
+
+    def belt_step(belt: Array, arrived: Array, of: Plan) -> Array:
+        """Put what is finished at the first stage on the belt, and move it on: away from there."""
+        moved = jnp.where(first & of.done, arrived, at(belt, of.column))
+        moved = shift(moved, -1, shards)
+        moved = jnp.where(of.fresh | of.done, moved, at(belt, of.column))
+        return jax.lax.dynamic_update_index_in_dim(belt, moved, of.column, 1)
+
+    def turn(carry: tuple, of: Plan) -> tuple[tuple, RouterSums | None]:
+        belt, out, waiting, number = carry
+        arrived = shift(out, 1, shards)
+        entering = arrived
+        if steps.wait:
+            slot = number % steps.wait
+            entering = jnp.where(of.late, at(waiting, slot), entering)
+            waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived, slot, 1)
+        entering = jnp.where(of.fresh, at(belt, of.column), entering)
+        x = jnp.where(first, entering, arrived)
+        belt = belt_step(belt, arrived, of)
+        busy = of.micro >= 0
+        # Selected, so that neither values nor gradients of turns without work go anywhere.
+        x = shards.constrain(jnp.where(busy.reshape(S, 1, 1, 1), x, 0), STREAM)
+        number_of = jnp.arange(S) + of.round * S
+        out, router = stages(layers, sink, x, jnp.maximum(of.micro, 0), of.round, number_of, busy)
+        return (belt, shards.constrain(out, STREAM), waiting, number + 1), router
+
+    out = shards.constrain(jnp.zeros((S, *belt.shape[2:]), belt.dtype), STREAM)
+    waiting = jnp.zeros((S, steps.wait, *out.shape[1:]), out.dtype)
+    waiting = shards.constrain(waiting, BELT)
+    turns = steps._replace(wait=None, before=None, after=None)
+    each = jax.tree.map(lambda x: x[: len(steps.micro)], turns)
+    (belt, out, _, _), sums = jax.lax.scan(turn, (belt, out, waiting, 0), each)
+    final = turns._replace(fresh=steps.fresh[-1], done=steps.done[-1], column=steps.column[-1])
+    belt = belt_step(belt, shift(out, 1, shards), final)
+    hidden = gpt.final_norm(cfg, params, merge(belt, shards), dtype)
+    return Output(hidden, _router_sums(cfg, steps, rounds, sums))
+
+
+def _stage(
+    cfg: ModelConfig,
+    rows: _Rows,
+    shards: Shards,
+    layers: LayerParams,
+    sink: LayerParams | None,
+    x: Array,
+    micro: Array,
+    round_: Array,
+    part: Array,
+    busy: Array,
+    *,
+    dtype: DTypeLike,
+    impl: Impl | None,
+) -> tuple[Array, RouterSums | None]:
+    """Return x [B, T, D] after the layers of one stage in one round, and their router sums."""
+    rows = _rows_of(rows, micro, shards)
+    call, _ = gpt.call_of(
+        cfg, x.shape[:2], rows.segment_ids, rows.positions, None, dtype, rows.keys, impl, shards,
+        rows.weights,
+    )  # fmt: skip
+    rounds, count = jax.tree.leaves(layers)[0].shape[:2]
+    of_round = lambda w: w[0] if rounds == 1 else at(w, round_, axis=0)  # noqa: E731
+
+    def run(x: Array, number: Array, p: Any, window: int) -> tuple[Array, Any]:
+        index, sink = p
+        # Taken here, the weights of a block are not among what its backward pass keeps.
+        p = jax.tree.map(lambda w: at(of_round(w), index, axis=0), layers)
+        p = p if sink is None else collect(cfg, shards, p, sink, busy)
+        x, _, router = block(cfg, p, x, number, window, None, call)
+        return x, router
+
+    if cfg.remat == "none" or count > 1:
+        full = cfg.remat == "full"
+        keep = remat.policy(cfg, shards.platform) if full else _all_but_moves
+        run = jax.checkpoint(run, prevent_cse=False, static_argnums=3, policy=keep)
+    each = (jnp.arange(count), jax.tree.map(of_round, sink))
+    x, sums = gpt.scan_layers(cfg, run, x, each, 0, count, part * count)
+    router = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums)
+    return x, jax.tree.map(lambda leaf: jnp.where(busy, leaf, 0), router)
+
+
+def _all_but_moves(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in MOVES
+
+
+def _again(stage: Any, keep: Any) -> Any:
+    """Return a stage whose backward pass computes it again, but for what `keep` keeps."""
+
+    def f(shards: Shards, *arrays: Any) -> Any:
+        again = jax.checkpoint(functools.partial(stage, shards), policy=keep, prevent_cse=False)
+        return again(*arrays)
+
+    return f
+
+
+def _embeddings(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: Array,
+    rows: _Rows,
+    steps: Plan,
+    dtype: DTypeLike,
+    impl: Impl | None,
+    shards: Shards,
+) -> Array:
+    """Return the belt [S, q, B, T, D] as it is at first, each stage's part computed there."""
+    rows = rows._replace(weights=None)
+    arrays = jax.tree.map(lambda x: on_belt(x, steps.before, shards), (tokens, rows))
+
+    def of_stage(shards: Shards, arrays: tuple[Array, _Rows]) -> Array:
+        def of_micro_batch(arrays: tuple[Array, _Rows]) -> Array:
+            tokens, rows = arrays
+            call, positions = gpt.call_of(
+                cfg, tokens.shape, rows.segment_ids, rows.positions, None, dtype, rows.keys, impl,
+                shards,
+            )  # fmt: skip
+            return embedding.embed(cfg, params, tokens, positions, call)
+
+        return jax.vmap(of_micro_batch)(arrays)
+
+    return shards.over("stages", of_stage)(arrays)
+
+
+def _rows_of(rows: _Rows, micro: Array, shards: Shards) -> _Rows:
+    def one(x: Array) -> Array:
+        x = at(x, micro, 0)
+        return x if x.ndim == 1 else shards.constrain(x, ("batch", "seq"))
+
+    return jax.tree.map(one, rows)
+
+
+def _router_sums(cfg: ModelConfig, steps: Plan, rounds: int, sums: Any) -> RouterSums | None:
+    """Return the sums over the update, [L, ...], of those of each turn, [N, S, L / (S R), ...]."""
+
+    def leaf(x: Array) -> Array:
+        of_round = [
+            jnp.where((steps.round == r).reshape(*steps.round.shape, *(1,) * (x.ndim - 2)), x, 0)
+            for r in range(rounds)
+        ]
+        total = jnp.stack([x.sum(0) for x in of_round])  # [R, S, L / (S R), ...]
+        return total.reshape(cfg.num_layers, *x.shape[3:])
+
+    return jax.tree.map(leaf, sums)

@@ -1,0 +1,97 @@
+"""XLA's compiler options of the training step, by platform: one table, with the reason of each.
+
+They are given to the one program (`jax.jit(compiler_options=...)`), never to the process, so that
+nothing else is compiled otherwise and XLA_FLAGS stay the user's. `train.xla_options` adds to them
+and wins; an option the compiler does not know is refused by it, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxgpt.errors import ConfigError, one_line
+from jaxgpt.parallel.mesh import platform as platform_of
+
+Value = bool | int | float | str
+ONEDNN = "xla_cpu_experimental_onednn_custom_call"
+
+
+class Option(NamedTuple):
+    """One row of the table."""
+
+    platform: str
+    kind: str  # a word in the name of the device's kind; empty: all of the platform
+    devices: int  # from so many devices on
+    name: str
+    value: Value
+    reason: str
+
+
+# Accepted by libtpu 0.0.42 and 0.0.50; timed by those who published them, not by us.
+PRESETS = (
+    Option("tpu", "TPU v6", 1, "xla_tpu_scoped_vmem_limit_kib", 98304,
+           "of 128 MiB; the default of 16 MiB cuts fusions short (Trillium recipes of Google)"),
+    Option("tpu", "", 2, "xla_tpu_enable_async_collective_fusion", True,
+           "gathers of weights run inside the products before them"),
+    Option("tpu", "", 2, "xla_tpu_enable_async_collective_fusion_fuse_all_gather", True,
+           "the same, for all-gather"),
+    Option("tpu", "", 2, "xla_tpu_overlap_compute_collective_tc", True,
+           "the same, on the tensor core"),
+    Option("tpu", "", 2, "xla_tpu_assign_all_reduce_scatter_layout", True,
+           "fewer changes of layout around the scatter of gradients"),
+    Option("tpu", "", 2, "xla_tpu_enable_data_parallel_all_reduce_opt", True,
+           "sums of gradients over replicas overlap with the backward pass"),
+    Option("tpu", "", 2, "xla_tpu_data_parallel_opt_different_sized_ops", True,
+           "the same, for gradients of different sizes"),
+)  # fmt: skip
+
+
+def preset(platform: str, kind: str, devices: int) -> dict[str, Value]:
+    """Return the options of the table for so many devices of a kind, as JAX names it."""
+    return {
+        option.name: option.value
+        for option in PRESETS
+        if option.platform == platform and option.kind in kind and devices >= option.devices
+    }
+
+
+def of_dtype(compute_dtype: DTypeLike, platform: str) -> dict[str, Value]:
+    """Return the options that products in this dtype need to be fast, and right.
+
+    On CPU, JAX 0.12 leaves weight gradients in bfloat16 to a float32 kernel, and sends them to
+    oneDNN (twice as fast) with this option. In float32 the same option gave wrong gradients of
+    attention (JAX 0.12.0.1), so there it is turned off even if XLA_FLAGS has it. JAX 0.10
+    accepts it without effect.
+    """
+    if platform != "cpu":
+        return {}
+    return {ONEDNN: jnp.dtype(compute_dtype) == jnp.bfloat16}
+
+
+def step_options(
+    compute_dtype: DTypeLike, mesh: Mesh, more: Mapping[str, Value]
+) -> dict[str, Value]:
+    """Return all options of the step on a mesh; `more` are the user's, which win."""
+    platform, device = platform_of(mesh), mesh.devices.flat[0]
+    options = of_dtype(compute_dtype, platform) | preset(platform, device.device_kind, mesh.size)
+    return options | dict(more)
+
+
+def compile_with(lowered: jax.stages.Lowered, more: Mapping[str, Value]) -> Any:
+    """Return the compiled program; ConfigError for an option of `train.xla_options` it refuses."""
+    try:
+        return lowered.compile()
+    except Exception as error:
+        wrong = [name for name in more if name in str(error)]
+        if not wrong:
+            raise
+        raise ConfigError(
+            f"train.xla_options.{wrong[0]} = {more[wrong[0]]}: refused by the compiler: "
+            f"{one_line(error)}"
+        ) from None

@@ -1,0 +1,73 @@
+"""Stands in for gcloud: a slice is the folder $CLOUD, with its state and a home for each host.
+
+Commands for a host run in its home. A file `deaf` there means that it does not answer this time.
+`next` holds the states that the slice will have, `refusal` why none can be made.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+cloud = Path(os.environ["CLOUD"])
+verb, words = sys.argv[4], sys.argv[5:]
+options = {word: words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("--")}
+state_file, coming, refusal = cloud / "state", cloud / "next", cloud / "refusal"
+state = state_file.read_text().strip() if state_file.exists() else ""
+hosts = sorted(cloud.glob("host*"))
+if options.get("--worker") == "0":
+    hosts = hosts[:1]
+
+
+def run(host: Path) -> int:
+    """Run a command on a host, in a session of its own; what it prints is passed on."""
+    if (host / "deaf").exists():
+        (host / "deaf").unlink()
+        return 255
+    remote = subprocess.Popen(
+        ["bash", "-c", options["--command"]],
+        cwd=host,
+        env=os.environ | {"HOME": str(host)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    for line in remote.stdout:
+        sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+    return remote.wait()
+
+
+code = 0
+try:
+    if verb == "describe":
+        if not state:
+            sys.exit(1)
+        print(state)
+        if coming.exists() and (states := coming.read_text().split()):
+            state_file.write_text(states[0])
+            coming.write_text("\n".join(states[1:]))
+    elif verb == "create":
+        if refusal.exists():
+            sys.exit(refusal.read_text())
+        for number in range(int(os.environ["HOSTS"])):
+            (cloud / f"host{number}").mkdir(exist_ok=True)
+        state_file.write_text(os.environ.get("NEW", "ACTIVE"))
+    elif verb == "delete":
+        for host in hosts:
+            host.rename(cloud / f"gone-{len(list(cloud.glob('gone-*')))}")
+        state_file.unlink(missing_ok=True)
+    elif state != "ACTIVE":
+        code = 1
+    elif verb == "scp":
+        for host in hosts:
+            shutil.copy(words[0], host / words[1].partition(":")[2])
+    elif verb == "ssh":
+        code = max([run(host) for host in hosts], default=1)
+except KeyboardInterrupt:
+    code = 130
+sys.stdout.flush()
+os._exit(code)

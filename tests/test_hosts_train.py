@@ -1,0 +1,214 @@
+"""Training and evaluation by several real processes, beside one process that does the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from runs import fingerprints, free_port, jaxgpt, make_store, overrides, rows, tiny, together
+
+from jaxgpt.commands import data as data_commands
+from jaxgpt.data.store import open_store
+from jaxgpt.train import train
+
+HERE = socket.gethostname()
+SIZES = {
+    "model__num_layers": 1,
+    "model__embed_dim": 16,
+    "model__num_heads": 2,
+    "train__num_steps": 6,
+    "checkpoint__every": 2,
+}
+FAST = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles in a third of the time
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return make_store(tmp_path_factory.mktemp("hosts"))
+
+
+@pytest.fixture(scope="module")
+def alone(root) -> Path:
+    """Six steps of one process."""
+    train(tiny(root, "alone", **SIZES))
+    return root / "alone"
+
+
+@pytest.fixture(scope="module")
+def two(root) -> list[subprocess.CompletedProcess]:
+    """Two processes that split the parameters take the same six steps, in `root/two`."""
+    words = overrides(root, "two", **SIZES, mesh__fsdp=2)
+    return finished(together(2, "train", "--json", *words, **FAST))
+
+
+@pytest.fixture(scope="module")
+def four(root, two) -> Path:
+    """Four processes go on from step 2 of the two."""
+    rewind(root / "two", root / "four", 2)
+    words = overrides(root, "four", **SIZES, mesh__fsdp=2)
+    finished(together(4, "train", *words, **FAST))
+    return root / "four"
+
+
+@pytest.fixture(scope="module")
+def again(root, four) -> dict[int, Path]:
+    """One process, and two, go on from step 4 of the four."""
+    runs = {1: root / "again-1", 2: root / "again-2"}
+    for run in runs.values():
+        rewind(four, run, 4)
+    train(tiny(root, "again-1", **SIZES))
+    finished(together(2, "train", *overrides(root, "again-2", **SIZES), **FAST))
+    return runs
+
+
+def finished(processes: list[subprocess.CompletedProcess]) -> list[subprocess.CompletedProcess]:
+    errors = [process.stderr for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), errors
+    return processes
+
+
+def rewind(run: Path, copy: Path, step: int) -> None:
+    """Copy a run without what it saved after `step`."""
+    shutil.copytree(run, copy)
+    for path in (copy / "ckpt").iterdir():
+        if (number := path.name.partition(".")[0]).isdecimal() and int(number) > step:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def column(run: Path, name: str) -> dict[int, float | str]:
+    """Return a column of the metrics by step; of a step that was taken again, the last."""
+    return {row["step"]: row[name] for row in rows(run) if name in row}
+
+
+def test_two_processes_have_the_losses_of_one(root, alone, two):
+    assert set(column(alone, "loss")) == {1, 2, 3, 4, 5, 6}
+    assert column(root / "two", "loss") == pytest.approx(column(alone, "loss"), rel=1e-5)
+    norms = column(alone, "grad_norm")
+    assert column(root / "two", "grad_norm") == pytest.approx(norms, rel=1e-5)
+
+
+def test_two_processes_train_on_the_rows_of_one(root, alone, two):
+    assert len(set(column(alone, "rows_digest").values())) == 6
+    assert column(root / "two", "rows_digest") == column(alone, "rows_digest")
+
+
+def test_two_processes_evaluate_as_one(alone, two):
+    result = json.loads(two[0].stdout)["results"]["valid"]
+    (loss,) = column(alone, "eval/valid/loss").values()
+    (tokens,) = column(alone, "eval/valid/tokens").values()
+    assert result["tokens"] == tokens
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_only_process_0_prints(two):
+    first, other = two
+    assert first.stdout.count("\n") == 1  # one JSON object, and nothing of Gloo's
+    assert "step 1/6" in first.stderr and "2 device(s) in 2 processes" in first.stderr
+    assert (other.stdout, other.stderr) == ("", "")
+
+
+def test_four_processes_go_on_where_two_were(root, alone, two, four):
+    assert fingerprints(four, 2) == fingerprints(root / "two", 2)
+    assert column(four, "loss") == pytest.approx(column(alone, "loss"), rel=1e-5)
+    assert column(four, "rows_digest") == column(alone, "rows_digest")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_fewer_processes_go_on_where_four_were(alone, four, again, processes):
+    run = again[processes]
+    assert json.loads((run / "ckpt" / "6.ok.json").read_text())["step"] == 6
+    assert column(run, "loss") == pytest.approx(column(alone, "loss"), rel=1e-5)
+    assert column(run, "rows_digest") == column(alone, "rows_digest")
+
+
+def test_no_checkpoint_was_given_up_on_the_way(root, again):
+    assert not list(root.glob("*/ckpt/quarantine*"))
+    steps = {run.name: sorted(p.name for p in run.glob("ckpt/*.ok.json")) for run in again.values()}
+    assert set(map(tuple, steps.values())) == {("2.ok.json", "4.ok.json", "6.ok.json")}
+
+
+def test_two_processes_evaluate_a_run_of_one_as_one_does(alone):
+    first, other = finished(together(2, "eval", str(alone), "--json", **FAST))
+    (loss,) = column(alone, "eval/valid/loss").values()
+    assert json.loads(first.stdout)["valid"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert (other.stdout, other.stderr) == ("", "")
+
+
+def test_an_epoch_and_an_evaluation_end_whatever_the_processes_leave_over(tmp_path):
+    """Nine documents, two rows per update: the epoch leaves rows over, the evaluation none."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(9):
+        (corpus / f"{number}.txt").write_text(f"document {number} of nine " * (1 + number % 3))
+    changes = {"data__valid_share": 0.0, "tokenizer__vocab_size": 280, "model__seq_len": 16}
+    cfg = tiny(tmp_path, "unused", **changes)
+    data_commands.make_tokenizer(cfg)
+    data_commands.make_store(cfg)
+    stored = open_store(tmp_path / "store")
+    assert stored.num_docs == 9
+    whole_rows = stored.stream_len // 16
+    changes |= SIZES | {"train__num_steps": 0, "train__global_batch": 2, "data__max_epochs": 1.0}
+    words = overrides(tmp_path, "run", **changes, eval__store=str(tmp_path / "store" / "train"))
+    first, _ = finished(together(2, "train", "--json", *words, **FAST))
+    outcome = json.loads(first.stdout)
+    assert outcome["step"] == whole_rows // 2
+    (result,) = outcome["results"].values()
+    assert result["tokens"] == stored.stream_len  # each id once, the end of each document too
+    assert result["bytes"] == sum(path.stat().st_size for path in corpus.iterdir())
+
+
+def test_a_dry_run_shows_hosts_devices_and_rows_and_leaves_the_run_alone(root):
+    words = overrides(root, "dry", **SIZES, mesh__fsdp=2)
+    first, other = finished(together(2, "train", "--dry-run", "--json", *words, devices=2))
+    report = json.loads(first.stdout)
+    host = {"host": HERE, "devices": 2, "kind": "cpu", "rows": 4}
+    assert report["hosts"] == [{"process": 0, **host}, {"process": 1, **host}]
+    assert (report["processes"], report["devices"], report["launch"]) == (2, 4, "flags")
+    assert {k: n for k, n in report["mesh"].items() if n > 1} == {"data": 2, "fsdp": 2}
+    assert report["rows_per_device"] == 2
+    assert report["coordinator"].startswith("localhost:")
+    assert (other.stdout, other.stderr) == ("", "")
+    assert not (root / "dry").exists()
+
+
+def test_a_batch_that_does_not_divide_over_the_processes_is_refused_by_each(root):
+    processes = together(3, "train", *overrides(root, "ten", train__global_batch=10), **FAST)
+    assert [process.returncode for process in processes] == [64] * 3
+    first, second, _ = (process.stderr.splitlines()[-1] for process in processes)
+    assert first.startswith("jaxgpt: error: train.global_batch = 10 rows do not divide over 3 ")
+    assert "of 3 processes" in first
+    assert second == first.replace("jaxgpt: ", f"jaxgpt: [{HERE}, process 1] ", 1)
+
+
+def test_a_process_that_finds_nobody_ends_in_time_with_one_line(root):
+    address = f"localhost:{free_port()}"
+    words = ["train", "--dry-run", *overrides(root, "none"), "--process=1", "--processes=2"]
+    process = jaxgpt(*words, f"--coordinator={address}", JAXGPT_START_TIMEOUT="1")
+    assert process.returncode == 76
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"jaxgpt: [{HERE}, process 1] error: process 1 ({HERE}) found no ")
+    assert address in line
+
+
+def test_process_0_names_those_who_did_not_come(root):
+    words = ["train", "--dry-run", *overrides(root, "none"), "--process=0", "--processes=3"]
+    process = jaxgpt(*words, f"--coordinator=localhost:{free_port()}", JAXGPT_START_TIMEOUT="1")
+    assert process.returncode == 76
+    (line,) = process.stderr.splitlines()
+    assert line.endswith(
+        f"1 of 3 processes have started after 1 s: present 0 ({HERE}); missing 1, 2"
+    )
+
+
+def test_leftovers_of_a_slurm_job_are_said_and_do_not_hold_up_a_start(root):
+    words = ["train", "--dry-run", *overrides(root, "slurm", train__global_batch=8)]
+    left = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
+    process = jaxgpt(*words, "--json", **left)
+    assert process.returncode == 0
+    assert json.loads(process.stdout)["processes"] == 1
+    assert "SLURM_STEP_NODELIST" in process.stderr and "--processes 1" in process.stderr
+    assert "SLURM" not in jaxgpt(*words, "--processes=1", **left).stderr

@@ -1,0 +1,113 @@
+"""`jaxgpt plan`: what it prints, its JSON, its exit codes; nothing here compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from verbs import ask, refused, text_of
+
+from jaxgpt import cli, config
+from jaxgpt.errors import ConfigError
+from jaxgpt.planning import compile as compiler
+
+PRESET = "configs/llama3_8b.toml"
+SMALL = "configs/gpt2_124m.toml"
+NEEDS = {"platform": "tpu", "device_kind": "TPU v5", "num_devices": 64, "mesh": {}}
+
+
+def test_a_run_that_fits_is_exit_code_0_and_names_its_numbers(capsys):
+    text = text_of(capsys, "plan", PRESET, "--on", "v5p-128", "--analytic")
+    assert "64 x TPU v5 (4x4x4 chips, 16 hosts)" in text
+    assert "8,030,261,248 parameters; mesh: fsdp 64" in text
+    assert "fits: " in text and "51,472.0 MFLOP per token (causal; 57,914.4" in text
+    assert "38,147 steps of 4,194,304 tokens" in text and "checkpoint: 96.4 GB" in text
+
+
+def test_one_that_does_not_fit_is_exit_code_64_with_the_report_and_three_fixes(capsys):
+    assert cli.main(["plan", PRESET, "--on", "h100x8", "--analytic"]) == 64
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT: 145" in text
+    fixes = re.findall(r"^  (.*): ([\d,.]+) GB less, ([+-][\d,.]+) ms a step, (.*)$", text, re.M)
+    assert len(fixes) == 3 and fixes[0][3] == "fits then"
+
+
+def test_json_has_bytes_formulas_collectives_and_times(capsys):
+    plan = ask(capsys, "plan", PRESET, "--on", "v5p-128", "--analytic")
+    parts = {part["cause"]: part for part in plan["memory"]["parts"]}
+    assert parts["saved block_in"]["bytes"] == 32 * 32_768 * 4096 * 2
+    assert all(part["how"] for part in parts.values())
+    assert {t["axis"] for t in plan["collectives"]} == {"fsdp"}
+    assert plan["time"]["flops_per_token"] == pytest.approx(51.472e9, rel=1e-4)
+    assert plan["fits"] and plan["exit_code"] == 0 and plan["compiled"] is None
+
+
+def test_the_vocabulary_of_no_store_is_guessed_and_said(capsys):
+    plan = ask(capsys, "plan", "tokenizer.vocab_size=1000", "--on", "h200x1", "--analytic")
+    assert any("tokenizer.vocab_size = 1,000" in note for note in plan["notes"])
+
+
+def test_an_unknown_machine_is_one_line(capsys):
+    line = refused(capsys, 64, "plan", PRESET, "--on", "v5p-100", "--analytic")
+    assert "v5p-128" in line
+
+
+def test_a_mesh_that_does_not_divide_is_refused(capsys):
+    line = refused(capsys, 64, "plan", PRESET, "--on", "v5p-128", "--analytic", "mesh.tensor=3")
+    assert "mesh.tensor = 3" in line and "64" in line
+
+
+def test_without_a_compiler_it_says_which_extra_and_goes_on(capsys, monkeypatch):
+    def missing(*args: object) -> None:
+        raise ConfigError("compiling for tpu needs libtpu: install jaxgpt[tpu]")
+
+    monkeypatch.setattr(compiler, "compile_step", missing)
+    plan = ask(capsys, "plan", PRESET, "--on", "v5p-128")
+    assert plan["compiled"] is None and plan["exit_code"] == 0
+    assert any("install jaxgpt[tpu]" in note for note in plan["notes"])
+
+
+def test_the_compilers_totals_stand_beside_and_decide(capsys, monkeypatch):
+    done = compiler.Compiled(**NEEDS, peak_bytes=30 * 10**9, temp_bytes=25 * 10**9)
+    monkeypatch.setattr(compiler, "compile_step", lambda *args: done)
+    text = text_of(capsys, "plan", PRESET, "--on", "v5p-128")
+    assert "peak 30.000" in text and "27.9 by the compiler" in text
+    misfit = compiler.Compiled(**NEEDS, misfit="does not fit", needed_bytes=200 * 10**9)
+    monkeypatch.setattr(compiler, "compile_step", lambda *args: misfit)
+    plan = ask(capsys, "plan", PRESET, "--on", "v5p-128")
+    assert not plan["fits"] and plan["exit_code"] == 64 and plan["fixes"]
+    assert plan["compiled"]["peak_bytes"] == 200 * 10**9
+
+
+def test_search_writes_a_preset_that_train_loads(capsys, tmp_path):
+    path = tmp_path / "best.toml"
+    words = ["plan", SMALL, "--on", "h100x8", "--analytic", "--search", "--write", str(path)]
+    plan = ask(capsys, *words)
+    assert len(plan["candidates"]) == 10 and plan["written"] == str(path)
+    again = ask(capsys, "plan", str(path), "--on", "h100x8", "--analytic")
+    assert again["time"] == plan["time"] and again["memory"] == plan["memory"]
+    assert config.load(path).train.micro_batch == plan["train"]["micro_batch"]
+
+
+def test_search_prints_the_ten_best(capsys):
+    text = text_of(capsys, "plan", SMALL, "--on", "h100x8", "--analytic", "--search")
+    assert len(re.findall(r"^ ?\d+  .*%", text, re.M)) == 10
+
+
+def test_a_search_without_a_result_is_refused(capsys):
+    words = ("plan", "configs/llama3_405b.toml", "--on", "v5e-8", "--analytic", "--search")
+    assert "take more devices" in refused(capsys, 64, *words)
+
+
+def test_write_needs_a_search(capsys):
+    line = refused(capsys, 64, "plan", PRESET, "--on", "v5p-128", "--analytic", "--write", "x.toml")
+    assert "--search" in line
+
+
+def test_the_object_is_json_without_surprises(capsys):
+    words = [PRESET, "train.micro_batch=512", "--on", "2*v6e-256", "--analytic", "--json"]
+    assert cli.main(["plan", *words]) == 0
+    plan = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))
+    assert plan["mesh_slow"] == {"fsdp": 2}
+    assert {t["link"] for t in plan["collectives"]} == {"links of fsdp", "network"}

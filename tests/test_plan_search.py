@@ -1,0 +1,130 @@
+"""The search: legal meshes only, the fastest first, fixes that do what they say, a preset back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+from tiny import LLAMA
+
+from jaxgpt import config
+from jaxgpt.config import Config
+from jaxgpt.errors import ConfigError
+from jaxgpt.planning import search
+from jaxgpt.planning.hardware import parse
+from jaxgpt.planning.layout import facts
+from jaxgpt.validation import problems_of
+
+LLAMA_8B = config.load("configs/llama3_8b.toml")
+MIXTRAL = config.load("configs/mixtral_8x7b.toml")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[search.Candidate]:
+    return search.search(LLAMA_8B, parse("h100x64"))
+
+
+def test_candidates_fit_are_valid_and_come_fastest_first(found):
+    assert len(found) == 10
+    assert all(c.fits and not problems_of(c.cfg) for c in found)
+    seconds = [c.bound.seconds for c in found]
+    assert seconds == sorted(seconds)
+
+
+def test_the_best_is_no_slower_than_the_preset(found):
+    assert found[0].bound.seconds <= search.evaluate(LLAMA_8B, parse("h100x64")).bound.seconds
+
+
+def test_no_mesh_beats_the_best(found):
+    target, known, tried = parse("h100x64"), facts(LLAMA_8B), 0
+    for mesh in search.meshes(LLAMA_8B, target):
+        cfg = config.with_values(LLAMA_8B, "test", mesh=mesh, train={"micro_batch": 64})
+        with contextlib.suppress(ConfigError):
+            other = search.evaluate(cfg, target, known)
+            tried += 1
+            assert not other.fits or other.bound.seconds >= found[0].bound.seconds
+    assert tried > 20
+
+
+def test_meshes_use_all_devices_and_divide_what_they_split():
+    seen = list(search.meshes(MIXTRAL, parse("v5p-128")))
+    assert len({tuple(mesh.values()) for mesh in seen}) == len(seen) > 20
+    for mesh in seen:
+        product = 1
+        for size in mesh.values():
+            product *= size
+        assert product == 64
+        assert 8 % mesh["expert"] == 0 and 8 % mesh["tensor"] == 0 and 32 % mesh["stage"] == 0
+        assert 128 % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0
+    assert {mesh["expert"] for mesh in seen} == {1, 2, 4, 8}
+
+
+def test_a_dense_unstacked_model_has_neither_experts_nor_stages():
+    cfg = config.load("configs/gpt2_124m.toml")
+    assert {(m["expert"], m["stage"]) for m in search.meshes(cfg, parse("h100x64"))} == {(1, 1)}
+
+
+def test_1024_devices_take_seconds():
+    start = time.process_time()
+    found = search.search(config.load("configs/llama3_405b.toml"), parse("v5p-2048"))
+    assert found and time.process_time() - start < 20
+
+
+def test_what_cannot_fit_finds_nothing():
+    assert search.search(config.load("configs/llama3_405b.toml"), parse("v5e-8")) == []
+
+
+def test_fixes_save_what_they_say_and_cost_what_they_say():
+    target = parse("h100x8")
+    start = search.evaluate(LLAMA_8B, target)
+    assert not start.fits
+    fixes = search.fixes(start)
+    assert len(fixes) == 3 and len({fix.kind for fix in fixes}) > 1
+    for fix in fixes:
+        if fix.cfg is not None:
+            after = search.evaluate(fix.cfg, target)
+            assert start.memory.device - after.memory.device == fix.saved > 0
+            assert after.bound.seconds - start.bound.seconds == fix.seconds
+            assert after.fits == fix.fits
+    assert fixes[0].fits
+
+
+def test_the_cheapest_fix_of_a_little_too_much_is_free():
+    # Smaller micro-batches exchange more, but NVLink has time to spare.
+    start = search.evaluate(LLAMA_8B, parse("h100x8"))
+    (first, *_) = search.fixes(start)
+    assert first.change == "train.micro_batch = 64 (now 256)" and first.seconds == 0
+
+
+def test_moments_in_bfloat16_are_a_fix_where_the_state_is_too_big():
+    cfg = config.with_values(LLAMA_8B, "test", train={"micro_batch": 8})
+    start = search.evaluate(cfg, parse("v5e-8"))
+    changes = {fix.change: fix for fix in search.fixes(start, limit=20)}
+    fix = changes['optim.moment_dtype = "bfloat16"']
+    assert fix.saved == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-3)
+
+
+def test_what_was_found_is_a_preset_that_loads_and_plans_alike(tmp_path, found):
+    path = tmp_path / "best.toml"
+    search.write_preset(path, found[0].cfg, "configs/llama3_8b.toml", "found by a test")
+    assert 'base = "' in path.read_text()
+    again = config.load(path)
+    assert again == found[0].cfg
+    assert search.evaluate(again, parse("h100x64")).bound.seconds == found[0].bound.seconds
+
+
+def test_a_preset_of_a_preset_is_written_on_their_common_base(tmp_path):
+    cfg = config.with_values(
+        config.load("configs/llama3_70b.toml"), "test", mesh={"fsdp": 32, "tensor": 8}
+    )
+    path = tmp_path / "best.toml"
+    search.write_preset(path, cfg, "configs/llama3_70b.toml", "found by a test")
+    assert "llama3_8b.toml" in path.read_text() and config.load(path) == cfg
+
+
+def test_without_a_preset_all_that_is_no_default_is_written(tmp_path):
+    path = tmp_path / "best.toml"
+    cfg = config.with_values(Config(model=LLAMA), "test", mesh={"data": 1, "fsdp": 8})
+    search.write_preset(path, cfg, None, "found by a test")
+    assert config.load(path) == cfg and "base" not in path.read_text()

@@ -1,0 +1,187 @@
+"""Bounds of a step against hand arithmetic and published figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jaxgpt import config
+from jaxgpt.config import Config
+from jaxgpt.model.gpt import flops_per_token
+from jaxgpt.planning.hardware import parse
+from jaxgpt.planning.layout import layout
+from jaxgpt.planning.roofline import (
+    Bound,
+    bound,
+    bubble_share,
+    recomputed,
+    run,
+    saving,
+    update_bytes,
+)
+
+GPT2 = config.load("configs/gpt2_124m.toml")
+LLAMA = config.load("configs/llama3_8b.toml")
+
+
+def on(cfg: Config, target: str, **sections: dict) -> tuple[object, Bound]:
+    at = layout(config.with_values(cfg, "test", **sections), parse(target))
+    return at, bound(at)
+
+
+def test_flops_of_gpt2_small_are_the_published_ones():
+    # 12 layers, 768, 50,257 ids, 1,024 tokens, tied head.
+    assert flops_per_token(GPT2.model, causal=False) == 855_166_464
+    assert flops_per_token(GPT2.model, causal=True) == 798_543_360
+
+
+def test_the_products_of_a_step_take_their_flops_over_the_peak():
+    at, found = on(GPT2, "h100x8", model={"remat": "none"})
+    tokens = 512 * 1024
+    assert found.flops == tokens * 798_543_360
+    assert found.compute == pytest.approx(tokens * 798_543_360 / (8 * 989e12))
+    # Flash attention multiplies queries and keys once more: 2 D T / 2 per layer and token.
+    assert recomputed(at, causal=True) == 12 * 2 * 768 * 512
+
+
+def test_full_recomputation_of_llama_3_8b_is_the_forward_pass_of_its_blocks_without_w_down():
+    at, _ = on(LLAMA, "v5p-128")
+    D, F, KH, T = 4096, 14336, 1024, 8192
+    products = 2 * D * (2 * D + 2 * KH + 2 * F)
+    attention = 4 * D * T / 2 + 2 * D * T / 2
+    assert recomputed(at, causal=True) == 32 * (products + attention)
+
+
+def test_saved_tensors_are_not_computed_again():
+    at, _ = on(LLAMA, "v5p-128", model={"remat_save": ("gate", "attn")})
+    whole, _ = on(LLAMA, "v5p-128")
+    D, F, T = 4096, 14336, 8192
+    saved = recomputed(whole, causal=True) - recomputed(at, causal=True)
+    assert saved == 32 * (2 * D * F + 4 * D * T / 2)
+
+
+def test_adamw_moves_28_bytes_a_weight():
+    at, found = on(GPT2, "h200x1", train={"micro_batch": 32})
+    assert update_bytes(at) == pytest.approx(28 * 124_439_808, rel=1e-6)
+    # Published arithmetic: 0.73 ms on an H200 of 4.8 TB/s.
+    assert found.update == pytest.approx(0.726e-3, rel=1e-2)
+
+
+def test_fsdp_gathers_twice_and_scatters_once():
+    _, found = on(LLAMA, "v5p-128")
+    D, F, V, n, A = 4096, 14336, 128_256, 64, 2
+    blocks = 32 * (2 * D * D + 2 * D * 1024 + 3 * D * F)
+    weights = A * 2 * (2 * blocks + 2 * V * D) * (n - 1) / n
+    gradients = A * (2 * blocks + 4 * 2 * V * D) * (n - 1) / n
+    gradients += A * 2 * (2 * 64 * D + 4 * D) * (n - 1) / n  # norms are whole: an all-reduce
+    sent = {
+        what: sum(t.bytes for t in found.transfers if t.what == what and t.axis == "fsdp")
+        for what in ("weights", "gradients")
+    }
+    assert sent == pytest.approx({"weights": weights, "gradients": gradients})
+    # Over all three rings of the torus, both ways: 6 links of 90 GB/s.
+    seconds = sum(t.seconds for t in found.transfers if t.axis == "fsdp")
+    assert seconds == pytest.approx((weights + gradients) / 540e9, rel=1e-3)
+
+
+def test_between_hosts_only_a_share_of_the_weights_crosses_the_network():
+    _, found = on(LLAMA, "h100x64")
+    sent = {t.link: 0.0 for t in found.transfers}
+    for t in found.transfers:
+        if t.what == "weights":
+            sent[t.link] += t.bytes
+    # 8 hosts of 8: V/8 x 7/8 over the network and V x 7/8 over NVLink.
+    assert sent["network"] == pytest.approx(sent["NVLink"] / 8)
+
+
+def test_replicas_meet_once_a_step_in_float32():
+    _, found = on(GPT2, "h100x8", train={"micro_batch": 64})
+    (total,) = {t.axis for t in found.transfers}
+    assert total == "data"
+    assert sum(t.bytes for t in found.transfers) == 2 * 4 * 124_439_808 * 7 / 8
+
+
+def test_tensor_parallel_sums_are_waited_for():
+    at, found = on(LLAMA, "h100x8", mesh={"data": 1, "fsdp": 1, "tensor": 8})
+    per_block = [t for t in found.transfers if t.what == "sums of activations"]
+    # 2 forward, 2 backward, attention's again: each twice 7/8 of [tokens, 4096] in bfloat16.
+    stream = at.tokens * 4096 * 2
+    assert per_block[0].bytes == 2 * 32 * 5 * 2 * stream * 7 / 8
+    assert found.exposed >= per_block[0].seconds and "links of tensor" not in found.links
+
+
+def test_a_pipeline_waits_for_its_share():
+    mesh = {"data": 1, "fsdp": 16, "stage": 4}
+    at, found = on(LLAMA, "v5p-128", mesh=mesh, train={"micro_batch": 64})
+    assert bubble_share(at) == 3 / (8 + 3)
+    busy = found.compute + found.recompute
+    assert found.bubble / (busy + found.bubble) == pytest.approx(3 / 11)
+
+
+def test_rounds_shorten_the_wait():
+    mesh = {"data": 1, "fsdp": 16, "stage": 4, "rounds": 2}
+    at, _ = on(LLAMA, "v5p-128", mesh=mesh, train={"micro_batch": 64})
+    assert bubble_share(at) == 3 / (8 * 2 + 3)
+
+
+def test_a_ring_passes_keys_and_values_of_all_other_devices():
+    mesh = {"data": 1, "fsdp": 16, "context": 4}
+    at, found = on(LLAMA, "v5p-128", mesh=mesh)
+    (ring,) = (t for t in found.transfers if t.what == "keys and values")
+    pair = at.tokens * 2 * 1024 * 2
+    # Once forward, again for the recomputation, twice (with gradients) backward.
+    assert ring.bytes == 2 * 32 * 4 * 3 * pair and ring.overlaps
+
+
+def test_tokens_travel_to_experts_and_back():
+    cfg = config.load("configs/mixtral_8x7b.toml")
+    mesh = {"data": 1, "fsdp": 16, "expert": 4}
+    at, found = on(cfg, "h100x64", mesh=mesh)
+    (moved,) = (t for t in found.transfers if t.what == "tokens to experts")
+    # There and back, forward, backward, and the recomputed way there.
+    assert moved.bytes == 32 * 5 * 2 * at.tokens * 4096 * 2 * 3 / 4 and not moved.overlaps
+
+
+def test_offloaded_tensors_go_to_the_host_and_back():
+    model = {"remat_offload": ("block_in",)}
+    at, found = on(LLAMA, "v6e-256", model=model, train={"micro_batch": 256})
+    (moved,) = (t for t in found.transfers if t.axis == "host")
+    assert moved.bytes == 2 * 2 * 32 * at.tokens * 4096 * 2
+    assert moved.seconds == moved.bytes / 32e9
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "tokens_per_second"),
+    # Published rates per device: MaxText on v6e and tpu-recipes, torchtitan on H100.
+    [
+        ("llama3_8b", "v6e-256", 7_207),
+        ("llama3_70b", "v6e-256", 960),
+        ("llama3_8b", "h100x8", 6_667),
+        ("gpt2_124m", "h100x8", 475_000),
+    ],
+)
+def test_no_published_run_is_faster_than_the_bound(name, target, tokens_per_second):
+    at, found = on(config.load(f"configs/{name}.toml"), target, model={"remat": "none"})
+    tokens = at.cfg.train.global_batch * at.cfg.model.seq_len
+    ceiling = tokens / found.seconds / at.target.num_devices
+    assert tokens_per_second < ceiling < 4 * tokens_per_second
+    assert found.mfu < 1
+
+
+def test_a_run_is_its_steps():
+    at, found = on(LLAMA, "v5p-128")
+    whole = run(at, 10.0)
+    assert whole.steps == math.ceil(160e9 / (512 * 8192))
+    assert whole.days == whole.steps * 10 / 86_400
+    assert whole.device_hours == pytest.approx(whole.steps * 10 * 64 / 3600)
+    assert found.seconds > 0
+
+
+def test_checkpoints_of_llama_3_8b_are_96_gb_and_their_interval_is_youngs():
+    at, _ = on(LLAMA, "v5p-128")
+    save = saving(at)
+    assert save.bytes == pytest.approx(96.4e9, rel=1e-3)
+    assert save.blocking == pytest.approx(96.4e9 / 64 / 15e9, rel=1e-3)
+    between = 86_400 / (64 * 419 / 54 / 16_384)
+    assert save.interval == pytest.approx(math.sqrt(2 * save.blocking * between))

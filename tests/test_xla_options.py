@@ -1,0 +1,59 @@
+"""Compiler options by platform: what CPUs need, the table of presets, and what the user adds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import MeshConfig
+from jaxgpt.errors import ConfigError
+from jaxgpt.parallel import xla_options
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.xla_options import of_dtype, preset, step_options
+
+NAME = "xla_cpu_experimental_onednn_custom_call"
+
+
+def test_onednn_is_used_for_bfloat16_on_cpu_only_and_never_for_float32():
+    assert of_dtype("bfloat16", "cpu") == {NAME: True}
+    assert of_dtype("float32", "cpu") == {NAME: False}  # also where XLA_FLAGS sets it
+    assert of_dtype("bfloat16", "tpu") == of_dtype("float32", "gpu") == {}
+
+
+def test_options_of_collectives_are_for_several_devices():
+    one, many = preset("tpu", "TPU v5 lite", 1), preset("tpu", "TPU v5 lite", 4)
+    assert one == {} and many["xla_tpu_enable_async_collective_fusion"] is True
+    assert preset("cpu", "cpu", 8) == {}
+
+
+def test_options_of_one_generation_are_not_given_to_another():
+    name = "xla_tpu_scoped_vmem_limit_kib"
+    assert preset("tpu", "TPU v6 lite", 1) == {name: 98304}
+    assert name not in preset("tpu", "TPU v5", 64)
+
+
+def test_every_option_has_a_reason():
+    assert all(len(option.reason) > 20 for option in xla_options.PRESETS)
+    names = [(o.platform, o.kind, o.name) for o in xla_options.PRESETS]
+    assert len(set(names)) == len(names)
+
+
+def test_the_options_of_the_user_win():
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    assert step_options("bfloat16", mesh, {}) == {NAME: True}
+    assert step_options("bfloat16", mesh, {NAME: False, "xla_x": 1}) == {NAME: False, "xla_x": 1}
+
+
+def test_an_option_that_the_compiler_does_not_know_is_refused_by_its_key():
+    more = {"xla_cpu_no_such_option": 3}
+    lowered = jax.jit(jnp.sin, compiler_options=more).lower(np.float32(1))
+    with pytest.raises(ConfigError, match="^train.xla_options.xla_cpu_no_such_option = 3: refused"):
+        xla_options.compile_with(lowered, more)
+
+
+def test_an_option_that_the_compiler_knows_is_used():
+    more = {"xla_cpu_enable_fast_math": True}
+    lowered = jax.jit(jnp.sin, compiler_options=more).lower(np.float32(1))
+    assert float(xla_options.compile_with(lowered, more)(np.float32(0))) == 0.0
