@@ -34,7 +34,7 @@ from jaxgpt.evaluation.perplexity import (
     store_bytes,
 )
 from jaxgpt.evaluation.sets import eval_stores
-from jaxgpt.model import gpt, turns
+from jaxgpt.model import attention, gpt, turns
 from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
@@ -119,6 +119,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         mesh = meshes.make_mesh(cfg.mesh)
         for rows, key in ramp.batch_sizes(cfg.train).items():
             meshes.check_batch(mesh, rows, cfg.train.micro_batch or rows, key)
+        meshes.check_model(mesh.shape, cfg)
+        say(attention.describe(cfg, meshes.platform(mesh), mesh.shape["context"]))
         model = parameters.specs(cfg.model)
         tx = optimizer.build(cfg, total, parameters.abstract(model, cfg.train.param_dtype))
         placed = states.state_shardings(mesh, cfg, tx)

@@ -25,8 +25,13 @@ if [ "${1:-}" = --reference ]; then
 else
   environment=.venv
   python=$(find_python)
-  extras=dev,beam,$(accelerator_extra)
-  make_environment "$environment" "$python" "${extras%,}"
+  accelerator=$(accelerator_extra)
+  extras=dev,beam${accelerator:+,$accelerator}
+  # With the TPU's compiler, half a gigabyte, tests compile for TPUs that are not here; for GPUs with
+  # JAXGPT_TEST_CUDA=1, four gigabytes.
+  [ "$(uname -sm)" != "Linux x86_64" ] || extras+=,tpu
+  [ "${JAXGPT_TEST_CUDA:-0}" = 0 ] || extras+=,cuda
+  make_environment "$environment" "$python" "$extras"
   "$environment/bin/python" -m ruff check jaxgpt tests
   targets=(tests --ignore tests/reference)
 fi

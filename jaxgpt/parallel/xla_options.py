@@ -49,6 +49,11 @@ PRESETS = (
            "sums of gradients over replicas overlap with the backward pass"),
     Option("tpu", "", 2, "xla_tpu_data_parallel_opt_different_sized_ops", True,
            "the same, for gradients of different sizes"),
+    Option("tpu", "", 2, "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter", True,
+           "or gradients over all chips of a torus are summed whole on each: twice the bytes (seen "
+           "in programs for 2x2x2 and 2x2x4 chips of v5p and 4x4 of v6e)"),
+    Option("gpu", "", 2, "xla_gpu_enable_latency_hiding_scheduler", True,
+           "gathers of the next layer run beside this one (GPU performance tips of JAX)"),
 )  # fmt: skip
 
 

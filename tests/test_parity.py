@@ -1,0 +1,85 @@
+"""Meshes compute what one device computes; and the check of it finds one that does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import pytest
+from tiny import VARIETY
+
+from jaxgpt.config import Config, DataConfig, TrainConfig
+from jaxgpt.parallel import sharding
+from jaxgpt.training import parity
+from jaxgpt.validation import MESH_AXES
+
+EXPERTS = dataclasses.replace(VARIETY["experts"], num_experts=8)
+PAIRS = [dict(zip(pair, (2, 4), strict=True)) for pair in itertools.combinations(MESH_AXES, 2)]
+
+
+def config(model=EXPERTS) -> Config:
+    return Config(model=model, data=DataConfig(document_mask=True), train=TrainConfig(num_steps=8))
+
+
+def test_every_layout_of_eight_devices_is_tried():
+    # 8 = 2 * 2 * 2: as many ways as to put three twos on six axes, C(8, 3).
+    layouts = parity.all_sizes(8)
+    assert len(layouts) == 56 == len({tuple(sorted(sizes.items())) for sizes in layouts})
+    assert {"context": 8} in layouts and {"fsdp": 2, "tensor": 2, "stage": 2} in layouts
+
+
+@pytest.mark.parametrize("name", sorted(VARIETY))
+def test_a_twin_keeps_the_kind_of_its_model(name):
+    model = VARIETY[name]
+    small = parity.shrunk(config(model)).model
+    sizes = {
+        "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
+        "seq_len", "sliding_window", "global_every", "num_experts", "experts_per_token",
+        "expert_dim", "shared_dim", "rope_original_len", "aux_layers", "init_std",
+        "init_depth_scale", "stacked",
+    }  # fmt: skip
+    for field in dataclasses.fields(model):
+        if field.name not in sizes:
+            assert getattr(small, field.name) == getattr(model, field.name), field.name
+    assert (small.num_experts > 0) == (model.num_experts > 0)
+    assert (small.sliding_window > 0) == (model.sliding_window > 0)
+    assert (small.kv_heads < small.num_heads) == (model.kv_heads < model.num_heads)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, parity.Row]:
+    """A model with experts, rotary positions and documents on every pair of axes, 2 x 4."""
+    found = parity.compare(config(), PAIRS)
+    return {name(row.sizes): row for row in found}
+
+
+def name(sizes: dict[str, int]) -> str:
+    return "-".join(f"{axis}{n}" for axis, n in sizes.items())
+
+
+@pytest.mark.parametrize("sizes", PAIRS, ids=name)
+def test_a_pair_of_axes_computes_what_one_device_computes(sizes, rows):
+    row = rows[name(sizes)]
+    assert not row.refused
+    assert row.errors["loss"] <= 1e-5 and row.errors["grad_norm"] <= 1e-4, row
+    assert row.errors["moments"] <= 1e-4 and row.errors["weights"] <= 1e-4, row
+
+
+def test_a_mesh_that_loses_rows_is_found_out(monkeypatch):
+    right = sharding.to_global
+
+    def wrong(mesh, batch):
+        if mesh.size > 1:  # the second half of the rows is a copy of the first
+            batch = jax.tree.map(lambda x: x.copy(), batch)
+            batch.tokens[:, 4:] = batch.tokens[:, :4]
+        return right(mesh, batch)
+
+    monkeypatch.setattr(sharding, "to_global", wrong)
+    (row,) = parity.compare(config(VARIETY["gpt2"]), [{"data": 2}])
+    assert not row.passed and row.errors["loss"] > 1e-3
+
+
+def test_a_mesh_that_the_model_rules_out_is_named_with_the_reason():
+    (row,) = parity.compare(config(VARIETY["gpt2"]), [{"expert": 2}])
+    assert row.errors is None and "mesh.expert = 2: the model has no experts" in row.refused
