@@ -57,7 +57,7 @@ def main(port: str, process: int, processes: int, fault: str) -> None:
     jax.distributed.initialize(f"localhost:{port}", processes, process)
     limits = LIMITS | {"short": {"wait": 1.0}, "data": {"data": 1.0}}.get(fault, {})
     here, saved, done = process == 1, [], 0
-    steps = 60 if fault in ("linger", "slow") else STEPS
+    steps = 40 if fault in ("linger", "slow") else STEPS
     with (
         Stop() as signals,
         Watchdog(limits, tick=0.1) as dog,
@@ -84,7 +84,7 @@ def main(port: str, process: int, processes: int, fault: str) -> None:
             if stop.save_due(done):
                 saved.append(done)
         if here and fault == "linger":
-            time.sleep(2 * SILENT)
+            time.sleep(1.25 * SILENT)
         reason = stop.reason
     print(json.dumps({"step": done, "reason": reason, "saved": saved}), flush=True)
 

@@ -52,7 +52,7 @@ CASES = {
         {"data": 2, "expert": 2, "tensor": 2}, 2, {"mlp": "relu2", "router_bias": False}
     ),
     "capacity": Case({"fsdp": 2, "expert": 2, "tensor": 2}, 1, LIMITED),
-    "capacity and replicas": Case({"data": 2, "expert": 4}, 2, LIMITED),
+    "capacity and replicas": Case({"data": 2, "expert": 2, "context": 2}, 2, LIMITED),
 }
 
 
@@ -145,11 +145,11 @@ def test_experts_are_gathered_over_fsdp_and_never_over_the_devices_that_share_th
 
 @pytest.mark.parametrize("name", ["capacity", "capacity and replicas"])
 def test_places_go_to_their_experts_and_back_by_all_to_all(name):
-    # Each of 8 experts has 4 places, ceil(1.0 * 16 * 2 / 8), for each row of a device. Forward two
-    # exchanges, backward two of their gradients.
+    # Each of 8 experts has 4 places in a row, ceil(1.0 * 16 * 2 / 8), split over rows and context.
+    # Forward two exchanges, backward two of their gradients.
     case = CASES[name]
-    devices = math.prod(case.sizes.get(axis, 1) for axis in ("data", "fsdp", "expert"))
-    places = ROWS // case.micro_batches // devices * 8 * 4 * 32
+    devices = math.prod(n for axis, n in case.sizes.items() if axis != "tensor")
+    places = ROWS // case.micro_batches * 8 * 4 * 32 // devices
     assert collectives(on_mesh(name)[1], "all-to-all").count(places) == 4
 
 
@@ -259,11 +259,11 @@ def test_infinite_weights_of_an_expert_that_no_token_chose_reach_nothing(impl):
 
 
 @pytest.mark.parametrize("tokens, k, experts, devices, slots", [
-    (8192, 2, 8, 8, 3080),  # even: 2048
-    (4096, 8, 128, 8, 6152),
+    (8192, 2, 8, 8, 3072),  # even: 2048
+    (4096, 8, 128, 8, 6144),
     (16, 2, 8, 8, 8),
     (4, 2, 8, 8, 4),  # no token chooses the one expert of a device twice
-    (16, 4, 8, 2, 56),
+    (16, 4, 8, 2, 48),
     (3, 4, 8, 2, 12),
 ])  # fmt: skip
 def test_a_turn_takes_half_more_than_the_even_share(tokens, k, experts, devices, slots):

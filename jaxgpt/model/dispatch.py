@@ -116,22 +116,27 @@ def limited(
         return position, inverse(position, E * C)
 
     position, source = jax.vmap(of_row)(chosen, counted)  # [B, T k], [B, E C]
-    # Rows that are split over the same devices as the experts: an all-to-all each way. Experts
-    # come first, so that rows take what they leave.
-    mine, theirs = ("batch", None, None, None), ("experts", "batch", None, None)
+    rows = ("batch", None, "seq", None)  # who holds parts of a row computes parts of the places
     x = jax.vmap(take)(h, source // k, position.reshape(B, T, k))  # empty places hold zeros
-    x = shards.constrain(x.reshape(B, E, C, D), mine)
-    x = shards.constrain(x.swapaxes(0, 1), theirs)  # [E, B, C, D]
-    taken = (source < T * k).reshape(B, E, C, 1).swapaxes(0, 1)
+    x = shards.constrain(x.reshape(B, E, C, D), rows)
+    # Where rows are split over the devices that share experts: an all-to-all each way, to experts
+    # first, as rows take what they leave. Elsewhere no axis moves.
+    shared = shards.split("experts") > 1
+    lead, axes = ("eb", ("experts", "batch")) if shared else ("be", ("batch", "experts"))
+
+    def turn(x: Array) -> Array:
+        return x.swapaxes(0, 1) if shared else x
 
     def product(x: Array, w: Array) -> Array:
-        return jnp.where(taken, jnp.einsum("ebci,eio->ebco", x, w), 0)
+        return jnp.where(taken, jnp.einsum(f"{lead}ci,eio->{lead}co", x, w), 0)
 
     def place(hidden: Array) -> Array:
-        return shards.constrain(hidden, (*theirs[:3], "mlp"))
+        return shards.constrain(hidden, (*axes, "seq", "mlp"))
 
-    out = shards.constrain(_mlp(cfg, product, x, matrices, place), theirs)
-    out = shards.constrain(out.swapaxes(0, 1), mine).reshape(B, E * C, D)
+    taken = turn((source < T * k).reshape(B, E, C, 1))
+    x = shards.constrain(turn(x), (*axes, "seq", None))
+    out = shards.constrain(_mlp(cfg, product, x, matrices, place), (*axes, "seq", None))
+    out = shards.constrain(turn(out), rows).reshape(B, E * C, D)
     out = jax.vmap(take)(out, position, source[..., None]).reshape(B, T, k, D)
     out = shards.constrain(_mix(out, gates).astype(h.dtype), ("batch", "seq", None))
     return out, (position < E * C).reshape(B, T, k)

@@ -8,6 +8,7 @@ choice, whatever the router does; an uneven one costs time.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ Array = jax.Array
 # Slots of a turn over those of an even choice. Less would often need a second turn, more is padding
 # that is sent and held; a guess, no trained router was measured.
 SLACK = 1.5
-LEAST_ROWS = 8
+MULTIPLE = 8  # rows
 
 
 class _How(NamedTuple):
@@ -89,12 +90,12 @@ def dropless(
 def slots_per_turn(tokens: int, k: int, num_experts: int, devices: int) -> int:
     """Return how many slots of a device's tokens go to each of the devices in one turn.
 
-    `SLACK` times the even share, in eights; at most all that could ever go there, for a token
-    chooses an expert once.
+    `SLACK` times the even share, in eights, but no more than could ever go there: a token chooses
+    an expert once.
     """
     most = tokens * min(k, num_experts // devices)
-    even = tokens * k / devices
-    return min(-(-int(SLACK * even + 1) // LEAST_ROWS) * LEAST_ROWS, most)
+    rows = math.ceil(SLACK * tokens * k / devices / MULTIPLE) * MULTIPLE
+    return min(rows, most)
 
 
 def _plan(how: _How, chosen: Array, own: int) -> _Plan:

@@ -62,6 +62,8 @@ def start(
     names = roll_call(launch.coordinator, launch.process, launch.processes, seconds, say)
     _pass_by_proxies(launch.coordinator)
     _keep_stdout()
+    # It would take SIGTERM from whoever asks for a durable end (`signals.Stop`, `SharedStop`).
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             launch.coordinator,
