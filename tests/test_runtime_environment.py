@@ -91,6 +91,16 @@ def test_log_levels_set_by_the_user_win(monkeypatch):
     assert os.environ.pop("TF_ENABLE_ONEDNN_OPTS") == "0"
 
 
+def test_most_of_a_gpu_is_for_the_run_unless_the_user_says_otherwise(monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(name, raising=False)
+    environment.prepare_environment(["not", "this", "process"])
+    assert os.environ[name] == "0.92"
+    monkeypatch.setenv(name, "0.5")
+    environment.prepare_environment(["not", "this", "process"])
+    assert os.environ[name] == "0.5"
+
+
 def test_a_machine_without_an_accelerator_computes_on_its_cpu():
     assert not may_have_accelerator([], {"PATH": "/bin", "TPU_LIBRARY_PATH": "/x"})
     assert not may_have_accelerator([], {"SLURM_GPUS_ON_NODE": "0", "TPU_NAME": ""}, ["xla_cuda13"])

@@ -1,4 +1,4 @@
-"""`jaxgpt doctor`: does this machine, or a mesh, compute what it should? A table, and exit 0 or 79."""
+"""The verb `jaxgpt doctor`: does this machine, or a mesh, compute what it should?"""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _meshes(args: argparse.Namespace, cfg: Any) -> dict[str, Any]:
 
     layouts = parity.all_sizes(args.devices)
     say(
-        f"{len(layouts)} meshes of {args.devices} simulated devices, each {parity.STEPS} updates of "
-        "a small twin of this model in float32, beside one device"
+        f"{len(layouts)} meshes of {args.devices} simulated devices, {parity.STEPS} updates of a "
+        "small twin of this model in float32 on each, beside one device"
     )
     rows = []
     for row in parity.compare(cfg, layouts):
