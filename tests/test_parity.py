@@ -49,8 +49,14 @@ def test_a_twin_keeps_the_kind_of_its_model(name):
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, parity.Row]:
-    """A model with experts, rotary positions and documents on every pair of axes, 2 x 4."""
-    found = parity.compare(config(), PAIRS)
+    """Every pair of axes, 2 x 4, with documents: a model with rotary positions and grouped heads,
+    and one with experts where experts are split."""
+    found = []
+    for model, layouts in (
+        (VARIETY["llama"], [sizes for sizes in PAIRS if "expert" not in sizes]),
+        (EXPERTS, [sizes for sizes in PAIRS if "expert" in sizes]),
+    ):
+        found += parity.compare(config(model), layouts)
     return {name(row.sizes): row for row in found}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -41,13 +42,13 @@ def _machine(args: argparse.Namespace, cfg: Any) -> dict[str, Any]:
 def _meshes(args: argparse.Namespace, cfg: Any) -> dict[str, Any]:
     import jax
 
-    # Before the first use of a device, after which neither can be changed.
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.devices)
-    if jax.device_count() != args.devices:
+    with contextlib.suppress(RuntimeError):  # called from Python, JAX may have started
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    if (count := jax.device_count()) < args.devices:
         raise ConfigError(
-            f"--devices {args.devices}: XLA_FLAGS has made {jax.device_count()} of this CPU; "
-            "unset XLA_FLAGS"
+            f"--devices {args.devices}: there are {count} {jax.default_backend()} devices; unset "
+            "XLA_FLAGS and JAX_NUM_CPU_DEVICES"
         )
     from jaxgpt.training import parity
 
