@@ -11,7 +11,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 source launch/processes.sh
-
 [[ $# -ge 2 && "$1" =~ ^[1-9][0-9]{0,3}$ ]] ||
   { say "usage: bash launch/multi_process.sh N VERB ..., but got: $*" && exit 64; }
 count=$1 verb=$2
@@ -36,22 +35,23 @@ exec {guard}> >(
   while read -r group; do groups+=("-$group"); done
   kill -KILL -- "${groups[@]}"
 )
-declare -A running=()
+declare -A running=() && declare -a markers=() groups=()
 # shellcheck disable=SC2329 # called by the traps
 pass() { [ ${#running[@]} = 0 ] || kill "-$1" "${running[@]}" 2>/dev/null || :; }
-trap 'pass INT' INT
-trap 'pass TERM' TERM
-trap 'pass HUP' HUP
-trap 'pass USR1' USR1
+# shellcheck disable=SC2064 # the name of now
+for name in INT TERM HUP USR1; do trap "pass $name" "$name"; done
 for ((i = 0; i < count; i++)); do
   command=("$python" -m jaxgpt.cli "$verb" --coordinator "127.0.0.1:$port" --process "$i" --processes "$count" "$@")
   if [ -n "${GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES=${gpus[i]}; fi
   if [ "$i" = 0 ]; then
     "${command[@]}" {guard}>&- &
   else
-    "${command[@]}" {guard}>&- >/dev/null 2> >(prefixed "$i" {guard}>&-) &
+    exec {marked}> >(exec {guard}>&- && prefixed "$i")
+    markers[$i]=$!
+    "${command[@]}" {guard}>&- >/dev/null 2>&"$marked" {marked}>&- &
+    exec {marked}>&-
   fi
-  running[$i]=$!
+  running[$i]=$! groups[$i]=-$!
   echo "$!" >&"$guard"
 done
 
@@ -73,5 +73,7 @@ done
       echo "$deadline" >&"$guard"
     done
   done
+  kill -KILL -- "${groups[@]}" 2>/dev/null || : # whoever still holds standard error: then its readers end
+  wait "${markers[@]}" 2>/dev/null || :
   exit "$(most_telling "${codes[@]}")"
 }
