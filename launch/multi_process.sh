@@ -47,11 +47,11 @@ for ((i = 0; i < count; i++)); do
     "${command[@]}" {guard}>&- &
   else
     exec {marked}> >(exec {guard}>&- && prefixed "$i")
-    markers[$i]=$!
+    markers[i]=$!
     "${command[@]}" {guard}>&- >/dev/null 2>&"$marked" {marked}>&- &
     exec {marked}>&-
   fi
-  running[$i]=$! groups[$i]=-$!
+  running[$i]=$! groups[i]=-$!
   echo "$!" >&"$guard"
 done
 
