@@ -69,10 +69,12 @@ def test_without_a_compiler_it_says_which_extra_and_goes_on(capsys, monkeypatch)
 
 
 def test_the_compilers_totals_stand_beside_and_decide(capsys, monkeypatch):
-    done = compiler.Compiled(**NEEDS, peak_bytes=30 * 10**9, temp_bytes=25 * 10**9)
+    sizes = {"peak_bytes": 30 * 10**9, "temp_bytes": 25 * 10**9, "live_bytes": 21 * 10**9}
+    done = compiler.Compiled(**NEEDS, **sizes)
     monkeypatch.setattr(compiler, "compile_step", lambda *args: done)
     text = text_of(capsys, "plan", PRESET, "--on", "v5p-128")
     assert "peak 30.000" in text and "27.9 by the compiler" in text
+    assert "of these 21.000 are in use at once" in text
     misfit = compiler.Compiled(**NEEDS, misfit="does not fit", needed_bytes=200 * 10**9)
     monkeypatch.setattr(compiler, "compile_step", lambda *args: misfit)
     plan = ask(capsys, "plan", PRESET, "--on", "v5p-128")

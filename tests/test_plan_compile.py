@@ -69,6 +69,7 @@ def test_the_peak_is_what_the_compiler_adds_up(on_cpu):
     answer, _ = on_cpu
     parts = (answer[f"{part}_bytes"] for part in ("argument", "output", "temp"))
     assert answer["peak_bytes"] == sum(parts) - answer["alias_bytes"]
+    assert answer["argument_bytes"] < answer["live_bytes"] <= answer["peak_bytes"]
 
 
 def test_the_arguments_are_the_state_and_a_batch_with_documents(on_cpu):

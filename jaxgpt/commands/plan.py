@@ -162,6 +162,11 @@ def verdict(plan: dict[str, Any]) -> list[str]:
             f"the compiler's totals, GB a device: peak {compiled['peak_bytes'] / GB:,.3f} "
             f"({parts}), in {compiled['seconds']:.0f} s"
         )
+        if live := compiled["live_bytes"]:
+            lines.append(
+                f"of these {live / GB:,.3f} are in use at once, {need / GB:,.3f} by arithmetic; "
+                "the rest are gaps between temporaries"
+            )
     word = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
         f"{word}: {need / 2**30:,.1f} of {room / 2**30:,.1f} GiB a device by arithmetic"

@@ -235,7 +235,7 @@ def memory(analysis: Any) -> dict[str, int]:
     """Return the bytes per device of a `memory_analysis()`, and their peak.
 
     At the peak there are arguments, results and temporaries, where a result that reuses an
-    argument counts once.
+    argument counts once. Fewer bytes are in use at once: temporaries lie with gaps between them.
     """
     size = {
         name: getattr(analysis, f"{field}_size_in_bytes")
@@ -252,6 +252,7 @@ def memory(analysis: Any) -> dict[str, int]:
     size["peak_bytes"] = (
         size["argument_bytes"] + size["output_bytes"] - size["alias_bytes"] + size["temp_bytes"]
     )
+    size["live_bytes"] = max(0, getattr(analysis, "peak_memory_in_bytes", 0))
     return size
 
 

@@ -66,6 +66,7 @@ class Compiled:
     code_bytes: int = 0
     host_bytes: int = 0  # in the host's memory
     peak_bytes: int = 0  # arguments + results - reused + temporaries
+    live_bytes: int = 0  # of these, in use at once; the rest are gaps. 0: not said
     state_bytes: int = 0  # of the arguments; all of it should be reused
     collectives: tuple[Collective, ...] = ()
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)  # custom call: runs per step
@@ -167,7 +168,8 @@ def describe(done: Compiled) -> list[str]:
     lines = [
         f"compiled for {done.num_devices} x {done.device_kind} in {done.seconds:.0f} s: "
         f"{done.peak_bytes / gib:.2f} GiB per device at the peak (state "
-        f"{done.state_bytes / gib:.2f}, temporaries {done.temp_bytes / gib:.2f})"
+        f"{done.state_bytes / gib:.2f}, temporaries {done.temp_bytes / gib:.2f}), of which "
+        f"{done.live_bytes / gib:.2f} are in use at once"
     ]
     for row in collectives.table(done.collectives):
         over = ", ".join(row.axes) or "nothing"
