@@ -13,6 +13,7 @@ from jax._src.ad_checkpoint import saved_residuals  # what print_saved_residuals
 from tiny import TINY, random_params
 
 from jaxgpt.model import gpt, remat
+from jaxgpt.model.shards import Whole
 from jaxgpt.validation import SAVED
 
 GATED = dataclasses.replace(TINY, mlp="swiglu", num_layers=2)
@@ -43,6 +44,16 @@ def test_a_named_tensor_of_each_block_is_kept(name):
     shape = ",".join(map(str, SHAPES[name]))
     assert len(named) == 2 and all(line.startswith(f"float32[{shape}]") for line in named)
     assert not any("named" in line for line in saved(full))
+
+
+def test_accelerators_keep_no_float32_tensor_as_wide_as_the_mlp():
+    for platform, kept in (("cpu", True), ("gpu", False), ("tpu", False)):
+        options = {"dtype": "bfloat16", "impl": "blocks", "shards": Whole(platform)}
+        bf16 = lambda params, o=options: gpt.hidden(GATED, params, TOKENS, **o)  # noqa: E731
+        found = saved_residuals(bf16, random_params(GATED))
+        wide = [shape for shape, _ in found if shape.shape == (2, 16, F)]
+        assert any(shape.dtype == jnp.bfloat16 for shape in wide)
+        assert any(shape.dtype == jnp.float32 for shape in wide) is kept
 
 
 @pytest.mark.parametrize("stacked", [False, True])
