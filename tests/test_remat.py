@@ -51,9 +51,8 @@ def test_accelerators_keep_no_float32_tensor_as_wide_as_the_mlp():
         options = {"dtype": "bfloat16", "impl": "blocks", "shards": Whole(platform)}
         bf16 = lambda params, o=options: gpt.hidden(GATED, params, TOKENS, **o)  # noqa: E731
         found = saved_residuals(bf16, random_params(GATED))
-        wide = [shape for shape, _ in found if shape.shape == (2, 16, F)]
-        assert any(shape.dtype == jnp.bfloat16 for shape in wide)
-        assert any(shape.dtype == jnp.float32 for shape in wide) is kept
+        wide = {str(shape.dtype) for shape, _ in found if shape.shape == (2, 16, F)}
+        assert wide and ("float32" in wide) is kept
 
 
 @pytest.mark.parametrize("stacked", [False, True])
