@@ -139,8 +139,9 @@ def test_tokens_travel_to_experts_and_back():
     mesh = {"data": 1, "fsdp": 16, "expert": 4}
     at, found = on(cfg, "h100x64", mesh=mesh)
     (moved,) = (t for t in found.transfers if t.what == "tokens to experts")
-    # There and back, forward, backward, and the recomputed way there.
-    assert moved.bytes == 32 * 5 * 2 * at.tokens * 4096 * 2 * 3 / 4 and not moved.overlaps
+    # There and back, forward, backward, and the recomputed way there; half as much again is places
+    # that stay empty when the choice is even.
+    assert moved.bytes == 1.5 * 32 * 5 * 2 * at.tokens * 4096 * 2 * 3 / 4 and not moved.overlaps
 
 
 def test_offloaded_tensors_go_to_the_host_and_back():

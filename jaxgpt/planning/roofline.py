@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxgpt.model.exchange import SLACK
 from jaxgpt.model.gpt import flops_per_token
 from jaxgpt.planning.hardware import axis_bandwidth
 from jaxgpt.planning.layout import Layout, Weight
@@ -237,8 +238,12 @@ def _by_block(layout: Layout, rates: dict[str, float], over: object) -> Iterator
         sent = blocks * count * pair * (C - 1)
         yield _ring(layout, "keys and values", "context", sent, overlaps=True)
     if (E := layout.sizes["expert"]) > 1:
-        count = 4 + (1 if again else 0)
-        sent = blocks * count * m.experts_per_token * stream * (E - 1) / E
+        # There and back, and the gradients; the backward pass brings the tokens once more. Places
+        # that stay empty are sent too.
+        limited = m.capacity_factor > 0
+        count = 4 + (1 if again or not limited else 0)
+        slots = m.experts_per_token * (m.capacity_factor or SLACK)
+        sent = blocks * count * slots * stream * (E - 1) / E
         # On a ring a message crosses E / 4 links on average, both ways in use.
         hops = 1.0 if layout.target.chip.platform == "gpu" else max(1.0, E / 4)
         link = "NVLink" if layout.target.chip.platform == "gpu" else "links of expert"
