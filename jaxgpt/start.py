@@ -22,6 +22,7 @@ from jaxgpt.data.stream import Data
 from jaxgpt.errors import ConfigError, DataError
 from jaxgpt.evaluation.perplexity import store_tokenizer
 from jaxgpt.parallel.agreement import check_agreement, configuration, program_digest
+from jaxgpt.parallel.xla_options import compile_with
 from jaxgpt.runtime import store
 from jaxgpt.runtime.watchdog import LIMITS
 from jaxgpt.tokenization.tokenizer import Tokenizer
@@ -138,16 +139,16 @@ def facts_of_save(cfg: Config, step: int, position: int) -> dict[str, Any]:
     return {"step": step, "position": position, "configuration": digest}
 
 
-def compile_step(train_step: Any, state: TrainState, batch: Batch) -> Any:
+def compile_step(cfg: Config, train_step: Any, state: TrainState, batch: Batch) -> Any:
     """Return `train_step` compiled for this batch size, after all processes lowered the same.
 
-    Raises DisagreementError.
+    Raises DisagreementError, and ConfigError for an unknown option in `train.xla_options`.
     """
     lowered = train_step.lower(state, batch)
     if store.num_processes() > 1:
         digest = program_digest(lowered)
         check_agreement("program", {"program of the step": digest}, LIMITS["compile"])
-    return lowered.compile()
+    return compile_with(lowered, cfg.train.xla_options)
 
 
 def describe_probe(probe: Probe) -> str:

@@ -228,7 +228,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
                         waited = 0.0 if compiles else time.monotonic() - began
                         batch = sharding.to_global(mesh, local)
                         if compiles:
-                            update = start.compile_step(train_step, state, batch)
+                            update = start.compile_step(cfg, train_step, state, batch)
                         state, scalars = update(state, batch)
                     done, position, compiled_for = done + 1, position + rows, rows
                     with dog.phase("wait"):

@@ -20,7 +20,7 @@ from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
 from jaxgpt.errors import NumericsError
 from jaxgpt.model import gpt
-from jaxgpt.parallel.xla_options import of_dtype, preset
+from jaxgpt.parallel.xla_options import compile_with, of_dtype, preset
 from jaxgpt.training.loss import chunk_tokens
 from jaxgpt.training.step import gradients
 
@@ -149,6 +149,7 @@ def _run(
     run = jax.jit(
         functools.partial(gradients, small, step=0, chunk=chunk), compiler_options=options
     )
+    run = compile_with(run.lower(params, batch), cfg.train.xla_options)
     grads, sums = jax.device_get(run(params, batch))
     return grads, float(sums["total"])
 
