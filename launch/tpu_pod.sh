@@ -57,6 +57,7 @@ newest_step() { ready && again on_first step "${words[@]}" | sed -n 's/^step=//p
 attempt() {
   local codes
   set +m # so that what it calls is in its own group, to which Ctrl-C is passed on
+  trap 'exit 130' INT # also where gcloud, interrupted while it starts, ends in a way of its own
   again on_all start "${words[@]}" >&2 && again on_first follow || return
   while codes=$(again on_all state | sed -n 's/^state=//p') || return; [[ "$codes" = *running* ]]; do
     sleep "${JAXGPT_POLL:-15}" # the other hosts end when they find the first gone

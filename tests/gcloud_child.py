@@ -1,7 +1,8 @@
 """Stands in for gcloud: a slice is the folder $CLOUD, with its state and a home for each host.
 
 Commands for a host run in its home. A file `deaf` there means that it does not answer this time.
-`next` holds the states that the slice will have, `refusal` why none can be made.
+`next` holds the states that the slice will have, `refusal` why none can be made. $INTERRUPTED is
+the exit code after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -68,6 +69,6 @@ try:
     elif verb == "ssh":
         code = max([run(host) for host in hosts], default=1)
 except KeyboardInterrupt:
-    code = 130
+    code = int(os.environ.get("INTERRUPTED", "130"))
 sys.stdout.flush()
 os._exit(code)

@@ -232,9 +232,9 @@ while [ ! -e $CLOUD/enough ]; do sleep 0.05; done
 """
 
 
-def leave_running(folder: Path) -> str:
+def leave_running(folder: Path, **variables: str) -> str:
     """Start a job, interrupt the script that watches it, and return what that says."""
-    watching = launch(folder, RUNS_UNTIL_TOLD)
+    watching = launch(folder, RUNS_UNTIL_TOLD, **variables)
     started = [folder / f"cloud/host{host}/starts" for host in range(HOSTS)]
     until(lambda: all(path.exists() for path in started))
     until(lambda: summary(folder)[-1] == "ssh 0 follow")
@@ -253,6 +253,12 @@ def test_after_an_interrupt_the_job_goes_on_and_is_found_again(cloud):
     assert code == 0 and out == "at work\n"
     assert not {"scp", "create"} & set(summary(cloud)[before:])
     assert [(cloud / f"cloud/host{i}/starts").read_text() for i in range(HOSTS)] == ["x\n"] * 2
+
+
+def test_an_interrupt_is_one_also_where_gcloud_ends_as_if_it_had_failed(cloud):
+    said = leave_running(cloud, INTERRUPTED="1")
+    assert said.endswith("the job goes on; the same command goes on watching it\n")
+    assert summary(cloud)[-1] == "ssh 0 follow" and summary(cloud).count("ssh 0 follow") == 1
 
 
 def test_a_job_that_runs_on_some_hosts_only_is_ended_and_started_on_all(cloud):
