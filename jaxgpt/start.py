@@ -23,7 +23,6 @@ from jaxgpt.errors import ConfigError, DataError
 from jaxgpt.evaluation.perplexity import store_tokenizer
 from jaxgpt.parallel.agreement import check_agreement, configuration, program_digest
 from jaxgpt.parallel.xla_options import compile_with
-from jaxgpt.runtime import store
 from jaxgpt.runtime.watchdog import LIMITS
 from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training.probe import Probe
@@ -145,9 +144,8 @@ def compile_step(cfg: Config, train_step: Any, state: TrainState, batch: Batch) 
     Raises DisagreementError, and ConfigError for an unknown option in `train.xla_options`.
     """
     lowered = train_step.lower(state, batch)
-    if store.num_processes() > 1:
-        digest = program_digest(lowered)
-        check_agreement("program", {"program of the step": digest}, LIMITS["compile"])
+    program = lambda: {"program of the step": program_digest(lowered)}  # noqa: E731
+    check_agreement("program", program, LIMITS["compile"])
     return compile_with(lowered, cfg.train.xla_options)
 
 

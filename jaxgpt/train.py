@@ -93,7 +93,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
     ):
         # Open: data and devices decide what the configuration leaves open, or refuse it.
         with dog.phase("open", detail=blocks.reading):
-            check_agreement("start", facts_of_start(cfg), START_TIMEOUT)
+            check_agreement("start", lambda: facts_of_start(cfg), START_TIMEOUT)
             newest = None if cfg.run.overwrite else load.newest_record(run_dir)
             history = start.recorded_history(cfg, newest)
             data = stream.open_data(
@@ -115,11 +115,9 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         say(start.describe_dtypes(cfg))
         facts = start.facts_of_data(data, eval_sets, total, newest, source)
         with dog.phase("open"):
-            check_agreement("data", facts | facts_of_devices(), LIMITS["open"])
+            check_agreement("data", lambda: facts | facts_of_devices(), LIMITS["open"])
         mesh = meshes.make_mesh(cfg.mesh)
-        for rows, key in ramp.batch_sizes(cfg.train).items():
-            meshes.check_batch(mesh, rows, cfg.train.micro_batch or rows, key)
-        meshes.check_model(mesh.shape, cfg)
+        meshes.check_run(mesh, cfg)
         say(attention.describe(cfg, meshes.platform(mesh), mesh.shape["context"]))
         model = parameters.specs(cfg.model)
         tx = optimizer.build(cfg, total, parameters.abstract(model, cfg.train.param_dtype))
@@ -188,7 +186,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         stack.callback(log.close)
 
         def save() -> None:
-            check_agreement("save", start.facts_of_save(cfg, done, position), LIMITS["save"])
+            facts = lambda: start.facts_of_save(cfg, done, position)  # noqa: E731
+            check_agreement("save", facts, LIMITS["save"])
             ledger.advance(position)
             meta = log.state() | {"mixture": histories.record(data), "ledger": ledger.state()}
             ckpt.save(done, state, position=position, meta=meta)

@@ -81,7 +81,7 @@ def test_other_programs_have_other_digests_and_the_same_one_has_the_same():
 
 def test_one_process_compares_nothing(monkeypatch):
     monkeypatch.setattr(store, "decide", lambda *_: pytest.fail("asked the store"))
-    agreement.check_agreement("start", {"x": 1}, 1.0)
+    agreement.check_agreement("start", lambda: {"x": 1}, 1.0)
 
 
 DISAGREE = """
@@ -94,7 +94,7 @@ from jaxgpt.runtime import store
 port, process = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 store.meet()
-check_agreement("data", {"data.store": ["a" * 64, "b" * 64], "eval.store": []}, 60)
+check_agreement("data", lambda: {"data.store": ["a" * 64, "b" * 64], "eval.store": []}, 60)
 said = []
 for facts in (
     {"data.store": ["a" * 64, "bc"[process] * 64], "steps": 5},
@@ -103,7 +103,7 @@ for facts in (
     {"data.store": ["a" * 64]} if process == 0 else {"data.store": ["a" * 64], "eval.store": ["d"]},
 ):
     try:
-        check_agreement("data", facts, 60)
+        check_agreement("data", lambda: facts, 60)
         said.append(None)
     except DisagreementError as error:
         said.append(str(error))
@@ -111,7 +111,7 @@ if process:
     time.sleep(2)  # too late
 began = time.monotonic()
 try:
-    check_agreement("late", {"x": 1}, 1.0)
+    check_agreement("late", lambda: {"x": 1}, 1.0)
 except DisagreementError as error:
     said.append(str(error))
 print(json.dumps([said, time.monotonic() - began]), flush=True)

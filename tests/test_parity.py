@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import jax
+import numpy as np
 import pytest
 from tiny import VARIETY
 
@@ -84,6 +85,15 @@ def test_a_mesh_that_loses_rows_is_found_out(monkeypatch):
     monkeypatch.setattr(sharding, "to_global", wrong)
     (row,) = parity.compare(config(VARIETY["gpt2"]), [{"data": 2}])
     assert not row.passed and row.errors["loss"] > 1e-3
+
+
+def test_a_weight_that_is_no_number_is_as_wrong_as_can_be():
+    metrics = [{"loss_sum": 1.0, "grad_norm": 1.0}]
+    right = metrics, {"mu/a": np.ones(2)}, {"a": np.ones(2), "b": np.ones(2)}
+    wrong = metrics, {"mu/a": np.ones(2)}, {"a": np.ones(2), "b": np.array([1.0, np.nan])}
+    errors, leaf = parity._errors(wrong, right)
+    assert errors["weights"] == np.inf and leaf == "b"
+    assert not parity.Row({"data": 2}, errors, leaf, "", 0.0).passed
 
 
 def test_a_mesh_that_the_model_rules_out_is_named_with_the_reason():

@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import jaxlib
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxgpt import __version__, ramp
+from jaxgpt import __version__
 from jaxgpt.commands.terminal import say, show, table
 from jaxgpt.config import Config, MeshConfig
 from jaxgpt.data.store import MANIFEST, read_manifest
@@ -67,9 +66,7 @@ def dry_run(args: argparse.Namespace, cfg: Config) -> dict[str, Any]:
     for line in start_jax(cfg).lines:
         say(line)
     mesh = meshes.make_mesh(cfg.mesh)
-    meshes.check_model(mesh.shape, cfg)
-    for rows, key in ramp.batch_sizes(cfg.train).items():
-        meshes.check_batch(mesh, rows, cfg.train.micro_batch or rows, key)
+    meshes.check_run(mesh, cfg)
     sharding.rows_of_process(mesh, cfg.train.micro_rows)
     held = rows_held(mesh, cfg.train.micro_rows)
     table_of_hosts = [
@@ -107,12 +104,8 @@ def dry_run(args: argparse.Namespace, cfg: Config) -> dict[str, Any]:
 
 def rows_held(mesh: Mesh, micro_rows: int) -> dict[int, int]:
     """Return by process how many of the rows of a micro-batch its devices hold."""
-    axes = [mesh.axis_names.index(axis) for axis in meshes.BATCH_AXES]
-    shards: dict[int, set[tuple[int, ...]]] = {}
-    for place, device in np.ndenumerate(mesh.devices):
-        shards.setdefault(device.process_index, set()).add(tuple(place[i] for i in axes))
     each = micro_rows // meshes.batch_shards(mesh)
-    return {process: each * len(held) for process, held in shards.items()}
+    return {process: each * len(held) for process, held in sharding.row_shards(mesh).items()}
 
 
 def describe_stores(cfg: Config) -> dict[str, str]:

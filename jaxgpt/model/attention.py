@@ -159,12 +159,17 @@ def tasks(cfg: Config, platform: str, context: int = 1) -> tuple[Task, ...]:
     return tuple(task._replace(window=window) for window in windows)
 
 
+def asked(cfg: Config) -> Wanted | None:
+    """Return what `train.attention` asks for; None for auto."""
+    return None if cfg.train.attention == "auto" else cfg.train.attention
+
+
 def describe(cfg: Config, platform: str, context: int = 1) -> str:
     """Return one line on how training computes attention, and why if it is a slow way.
 
     Raises ConfigError as `choose` does.
     """
-    wanted = None if cfg.train.attention == "auto" else cfg.train.attention
+    wanted = asked(cfg)
     lines = dict.fromkeys(_described(task, wanted) for task in tasks(cfg, platform, context))
     return "attention: " + "; ".join(lines)
 

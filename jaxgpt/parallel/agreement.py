@@ -14,7 +14,7 @@ import importlib.metadata
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,17 @@ LINES = 8  # keys that are named one by one
 DIGEST, WORD = 12, 80  # characters that are shown of a digest, and of another value
 
 
-def check_agreement(name: str, facts: Mapping[str, Any], timeout: float) -> None:
+def check_agreement(name: str, facts: Callable[[], Mapping[str, Any]], timeout: float) -> None:
     """Raise DisagreementError on every process unless all of them have the same facts.
 
-    `facts` are JSON values by what they belong to, a configuration key for example. The message has
-    a line for each that differs: the key, a process that has another than process 0, and both. All
-    processes call it in the same order; one that has not after `timeout` seconds is named.
+    `facts` gives JSON values by what they belong to, a configuration key for example; it is asked
+    only where there is somebody to agree with. The message has a line for each that differs: the
+    key, a process that has another than process 0, and both. All processes call it in the same
+    order; one that has not after `timeout` seconds is named.
     """
     if store.num_processes() == 1:
         return
-    mine = {"host": socket.gethostname(), "facts": {k: _words(v) for k, v in facts.items()}}
+    mine = {"host": socket.gethostname(), "facts": {k: _words(v) for k, v in facts().items()}}
     try:
         lines = store.decide(f"agree/{name}", mine, differences, timeout)
     except TimeoutError as error:

@@ -157,6 +157,13 @@ def _pipeline(sizes: Mapping[str, int], cfg: Config) -> Iterator[str]:
             )
 
 
+def check_run(mesh: Mesh, cfg: Config) -> None:
+    """Raise ConfigError unless model and batches of all sizes divide over the mesh."""
+    for rows, key in ramp.batch_sizes(cfg.train).items():
+        check_batch(mesh, rows, cfg.train.micro_batch or rows, key)
+    check_model(mesh.shape, cfg)
+
+
 def check_batch(
     mesh: Mesh, global_batch: int, micro_rows: int, key: str = "train.global_batch"
 ) -> None:

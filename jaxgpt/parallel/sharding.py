@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.errors import ConfigError
 from jaxgpt.model.params import ParamSpec
-from jaxgpt.model.shards import Names
+from jaxgpt.model.shards import Names, Whole
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel.mesh import BATCH_AXES, batch_shards
 
@@ -138,21 +138,24 @@ def rows_of_process(mesh: Mesh, micro_rows: int) -> slice:
     Raises ConfigError when they are not one contiguous range, as a batch is read by range.
     """
     shards = batch_shards(mesh)
-    batch = [mesh.axis_names.index(axis) for axis in BATCH_AXES]
-    sizes = [mesh.devices.shape[i] for i in batch]
-    held = sorted(
-        {
-            int(np.ravel_multi_index([place[i] for i in batch], sizes))
-            for place, device in np.ndenumerate(mesh.devices)
-            if device.process_index == jax.process_index()
-        }
-    )
+    held = sorted(row_shards(mesh).get(jax.process_index(), ()))
     if not held or held != list(range(held[0], held[-1] + 1)):
         raise ConfigError(
             f"mesh {dict(mesh.shape)}: process {jax.process_index()} holds the row shards {held}, "
             "which are not contiguous; let mesh.fsdp x mesh.tensor fill whole hosts"
         )
     return slice(held[0] * micro_rows // shards, (held[-1] + 1) * micro_rows // shards)
+
+
+def row_shards(mesh: Mesh) -> dict[int, set[int]]:
+    """Return by process which parts of the rows of a micro-batch its devices hold."""
+    batch = [mesh.axis_names.index(axis) for axis in BATCH_AXES]
+    sizes = [mesh.devices.shape[i] for i in batch]
+    held: dict[int, set[int]] = {}
+    for place, device in np.ndenumerate(mesh.devices):
+        part = int(np.ravel_multi_index([place[i] for i in batch], sizes))
+        held.setdefault(device.process_index, set()).add(part)
+    return held
 
 
 def to_global(mesh: Mesh, batch: Any) -> Any:
@@ -213,7 +216,7 @@ class Placement:
         exchange: tuple[str, ...] = (),
     ) -> Any:
         if self.mesh is None or self.mesh.size == 1:
-            return f(*arrays, dict.fromkeys(exchange, ())) if exchange else f(*arrays)
+            return Whole(self.platform).on_shards(f, arrays, names, out_names, exchange)
         split: dict[str | None, tuple[str, ...]] = {}
         for array, of_array in zip(arrays, names, strict=True):
             for size, name in zip(() if array is None else array.shape, of_array, strict=False):

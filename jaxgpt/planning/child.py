@@ -185,14 +185,13 @@ def _compile(cfg: Config, target: dict[str, Any], text_path: str | None) -> dict
         Path(text_path).write_text(text)
     program = hlo.parse(text)
     platform = meshes.platform(mesh)
-    wanted = None if cfg.train.attention == "auto" else cfg.train.attention
     tasks = attention.tasks(cfg, platform, mesh.shape["context"])
     facts = audit.facts(
         cfg,
         dict(mesh.shape),
         leaves_of(state),
         chunk_tokens=loss.chunk_tokens(cfg.model.vocab_size, platform),
-        attention={attention.choose(task, wanted) for task in tasks},
+        attention={attention.choose(task, attention.asked(cfg)) for task in tasks},
         platform=platform,
     )
     found = collectives.collectives(program, mesh.shape)

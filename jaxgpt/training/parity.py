@@ -26,6 +26,7 @@ from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
 from jaxgpt.training import optimizer, step
 from jaxgpt.training import state as states
+from jaxgpt.training.probe import random_documents, share
 from jaxgpt.validation import MESH_AXES
 
 STEPS = 2
@@ -185,29 +186,25 @@ def _named(tree: Any) -> dict[str, np.ndarray]:
 def _errors(mine: Any, right: Any) -> tuple[dict[str, float], str]:
     """Return the largest relative errors, and the name of the leaf that is the furthest off."""
     (metrics, *trees), (right_metrics, *right_trees) = mine, right
-    loss = [
-        _share(a["loss_sum"], b["loss_sum"]) for a, b in zip(metrics, right_metrics, strict=True)
-    ]
-    norm = [
-        _share(a["grad_norm"], b["grad_norm"]) for a, b in zip(metrics, right_metrics, strict=True)
-    ]
-    errors, worst = {"loss": max(loss), "grad_norm": max(norm)}, ("", 0.0)
+    pairs = list(zip(metrics, right_metrics, strict=True))
+    loss, norm = (
+        max(share(abs(a[name] - b[name]), abs(b[name])) for a, b in pairs)
+        for name in ("loss_sum", "grad_norm")
+    )
+    errors, worst = {"loss": loss, "grad_norm": norm}, ("", 0.0)
     for name, tree, of in zip(("moments", "weights"), trees, right_trees, strict=True):
         whole = np.linalg.norm([np.linalg.norm(leaf) for leaf in of.values()])
         each = {
-            leaf: float(np.linalg.norm(tree[leaf] - of[leaf]))
-            / max(float(np.linalg.norm(of[leaf])), FLOOR * float(whole), 1e-30)
+            leaf: share(
+                float(np.linalg.norm(tree[leaf] - of[leaf])),
+                max(float(np.linalg.norm(of[leaf])), FLOOR * float(whole)),
+            )
             for leaf in of
         }
         leaf = max(each, key=each.__getitem__, default="")
         errors[name] = each.get(leaf, 0.0)
         worst = max(worst, (leaf, errors[name]), key=lambda pair: pair[1])
     return errors, worst[0]
-
-
-def _share(value: float, right: float) -> float:
-    error = abs(value - right) / max(abs(right), 1e-30)
-    return error if math.isfinite(error) else math.inf
 
 
 def _batch(cfg: Config, seed: int) -> Batch:
@@ -220,9 +217,5 @@ def _batch(cfg: Config, seed: int) -> Batch:
     ).astype(np.float32)
     if not cfg.data.document_mask:
         return Batch(tokens, targets, weights)
-    opens = rng.random(shape) < 4 / LENGTH
-    opens[..., 0] = True
-    begins = np.maximum.accumulate(np.where(opens, np.arange(LENGTH), 0), axis=-1)
-    segments = np.cumsum(opens, axis=-1)
-    segments = np.where(weights > 0, segments, 0).astype(np.int32)
-    return Batch(tokens, targets, weights, segments, (np.arange(LENGTH) - begins).astype(np.int32))
+    segments, positions = random_documents(rng, shape)
+    return Batch(tokens, targets, weights, np.where(weights > 0, segments, 0), positions)

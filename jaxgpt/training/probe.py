@@ -72,11 +72,11 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
             trusted = of_dtype("float32", device.platform)
             reference = _run(cfg, small, "float32", trusted, params, batch)
     (grads, loss), (right_grads, right_loss) = tested, reference
-    loss_error = _share(abs(loss - right_loss), abs(right_loss))
+    loss_error = share(abs(loss - right_loss), abs(right_loss))
     norms = [float(np.linalg.norm(leaf)) for leaf in jax.tree.leaves(right_grads)]
     floor = FLOOR * float(np.linalg.norm(norms))
     errors = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): _share(
+        jax.tree_util.keystr(path, simple=True, separator="/"): share(
             float(np.linalg.norm(leaf - right)), max(norm, floor)
         )
         for (path, leaf), right, norm in zip(
@@ -163,15 +163,22 @@ def _batch(small: Config) -> Batch:
     weights[..., T - T // 8 :] = 0
     if not small.data.document_mask:
         return Batch(tokens, targets, weights)
-    opens = rng.random((A, B, T)) < 4 / T
+    return Batch(tokens, targets, weights, *random_documents(rng, (A, B, T)))
+
+
+def random_documents(
+    rng: np.random.Generator, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return segment ids and positions [..., T] of rows with about four documents each."""
+    T = shape[-1]
+    opens = rng.random(shape) < 4 / T
     opens[..., 0] = True
     index = np.arange(T, dtype=np.int32)
     begins = np.maximum.accumulate(np.where(opens, index, 0), axis=-1)
-    segments = np.cumsum(opens, axis=-1, dtype=np.int32)
-    return Batch(tokens, targets, weights, segments, (index - begins).astype(np.int32))
+    return np.cumsum(opens, axis=-1, dtype=np.int32), (index - begins).astype(np.int32)
 
 
-def _share(error: float, of: float) -> float:
+def share(error: float, of: float) -> float:
     """Return error / of; what is not finite is as wrong as can be."""
     share = error / of if of > 0 else (0.0 if error == 0 else float("inf"))
     return share if np.isfinite(share) else float("inf")

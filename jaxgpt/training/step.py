@@ -22,7 +22,7 @@ from jaxgpt.data.packing import Batch
 from jaxgpt.errors import ConfigError
 from jaxgpt.model import gpt, pipeline, staging
 from jaxgpt.model import params as parameters
-from jaxgpt.model.attention import Impl
+from jaxgpt.model.attention import asked
 from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import Params
 from jaxgpt.parallel.mesh import check_batch, check_model, platform
@@ -174,7 +174,7 @@ def _of_pipeline(
             positions=batch.positions,
             dtype=dtype,
             dropout_key=keys,
-            impl=_impl(cfg),
+            impl=asked(cfg),
         )
         targets, _ = staging.at_the_end(batch.targets, rounds, shards)
         weights, numbers = staging.at_the_end(batch.weights, rounds, shards)
@@ -239,17 +239,13 @@ def _loss(
         positions=batch.positions,
         dtype=jnp.dtype(cfg.train.compute_dtype),
         dropout_key=keys,
-        impl=_impl(cfg),
+        impl=asked(cfg),
         shards=shards,
     )
     loss = _token_loss(cfg, shards, chunk, params)
     main = loss(hidden, batch.targets, batch.weights)
     others = [loss(taps[n], batch.targets, batch.weights).total for n in cfg.model.aux_layers]
     return _total(cfg, main, others, router)
-
-
-def _impl(cfg: Config) -> Impl | None:
-    return None if cfg.train.attention == "auto" else cfg.train.attention
 
 
 def _token_loss(
