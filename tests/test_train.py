@@ -414,7 +414,7 @@ def test_processes_compare_their_data_before_anything_is_made(monkeypatch, root)
     compared = {}
 
     def differ(name, facts, timeout):
-        compared[name] = facts
+        compared[name] = facts()
         if name == "data":
             raise DisagreementError("data.store: process 1 has a, process 0 has b")
 
