@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxgpt import config, ramp
+from jaxgpt.checkpoint.fingerprint import tree_fingerprints
 from jaxgpt.checkpoint.inherit import Source
 from jaxgpt.checkpoint.record import Record
 from jaxgpt.config import Config
@@ -19,13 +23,15 @@ from jaxgpt.data import history as histories
 from jaxgpt.data.packing import Batch
 from jaxgpt.data.store import Store
 from jaxgpt.data.stream import Data
-from jaxgpt.errors import ConfigError, DataError
+from jaxgpt.errors import ConfigError, DataError, HangError
 from jaxgpt.evaluation.perplexity import store_tokenizer
 from jaxgpt.parallel.agreement import check_agreement, configuration, program_digest
 from jaxgpt.parallel.xla_options import compile_with
+from jaxgpt.runtime import store
+from jaxgpt.runtime.processor import cores_key, cpu_key
 from jaxgpt.runtime.watchdog import LIMITS
 from jaxgpt.tokenization.tokenizer import Tokenizer
-from jaxgpt.training.probe import Probe
+from jaxgpt.training.probe import Probe, probe_gradients
 from jaxgpt.training.state import TrainState
 from jaxgpt.training.step import logits_dtype
 from jaxgpt.validation import num_steps, schedule_problems
@@ -138,6 +144,28 @@ def facts_of_save(cfg: Config, step: int, position: int) -> dict[str, Any]:
     return {"step": step, "position": position, "configuration": digest}
 
 
+def compare_copies(step: int, state: TrainState) -> str:
+    """Return which processes hold another state than most, in one line; empty if none does.
+
+    What is not split over hosts is there once on each. Every host updates its own copy alike, so
+    they differ only where memory or a device is faulty, or hosts are of different kinds; and then
+    they stay so, each training on its own weights. With one process nothing is computed.
+    """
+    if store.num_processes() == 1:
+        return ""
+    numbers = json.dumps(list(tree_fingerprints(state).values()))
+    digests = _of_all("copies", hashlib.sha256(numbers.encode()).hexdigest())
+    common = max(digests, key=digests.count)
+    others = [number for number, digest in enumerate(digests) if digest != common]
+    if not others:
+        return ""
+    return (
+        f"WARNING: step {step}: {store.describe(others)} of {len(digests)} processes: its copy of "
+        "the state is not that of the others: a device or memory is faulty, or hosts differ in "
+        "kind; a checkpoint holds the copy of process 0, and a restart makes all alike again"
+    )
+
+
 def compile_step(cfg: Config, train_step: Any, state: TrainState, batch: Batch) -> Any:
     """Return `train_step` compiled for this batch size, after all processes lowered the same.
 
@@ -147,6 +175,43 @@ def compile_step(cfg: Config, train_step: Any, state: TrainState, batch: Batch) 
     program = lambda: {"program of the step": program_digest(lowered)}  # noqa: E731
     check_agreement("program", program, LIMITS["compile"])
     return compile_with(lowered, cfg.train.xla_options)
+
+
+def check_gradients(cfg: Config) -> str:
+    """Return what the gradient check found, in one line; raises what `probe_gradients` does.
+
+    Devices are the same everywhere by now, processors need not be: of several processes the first
+    on each kind of processor checks, and the others compile meanwhile. What it finds ends them all.
+    """
+    first = _of_all("kinds of processors", cpu_key()).index(cpu_key())
+    if first != store.process_index():
+        return f"gradients are checked by process {first}"
+    return describe_probe(probe_gradients(cfg))
+
+
+def num_processors() -> int:
+    """Return how many CPUs, or parts of one, the processes have between them."""
+    return len(set(_of_all("processors", cores_key())))
+
+
+def _of_all(name: str, value: str) -> list[str]:
+    try:
+        return store.decide(name, value, list, LIMITS["compile"])
+    except (TimeoutError, ConnectionError) as error:
+        raise HangError(str(error)) from None
+
+
+def describe_devices(record: Record, mesh: Mesh) -> str:
+    """Return how devices and processes have changed since a checkpoint, empty if they have not."""
+    saved, now = dict(record.mesh), {**mesh.shape, "processes": store.num_processes()}
+    if {name: n for name, n in saved.items() if n > 1} == {n: k for n, k in now.items() if k > 1}:
+        return ""
+    words = []
+    for sizes in (saved, now):
+        processes = sizes.pop("processes", 1)
+        axes = ", ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "all axes 1"
+        words.append(f"{math.prod(sizes.values())} device(s) in {processes} process(es) ({axes})")
+    return f"saved on {words[0]}, going on with {words[1]}"
 
 
 def describe_probe(probe: Probe) -> str:

@@ -48,7 +48,6 @@ from jaxgpt.runtime.stopping import SharedStop
 from jaxgpt.runtime.watchdog import LIMITS, Watchdog
 from jaxgpt.training import metrics, optimizer, step
 from jaxgpt.training import state as states
-from jaxgpt.training.probe import probe_gradients
 
 
 @dataclass(frozen=True)
@@ -155,6 +154,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         write_run_files(run_dir, cfg, tok)
         if restored:
             say(f"{run_dir}: resuming at step {done} of {total}")
+            if changed := start.describe_devices(restored.record, mesh):
+                say(changed)
         if cfg.optim.ema_decay:
             say(f"evaluations use the moving average of the weights, decay {cfg.optim.ema_decay:g}")
         if done >= total:
@@ -166,10 +167,11 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         # Compile, after proving that the compiler settings keep the gradients of this model right.
         with dog.phase("compile"):
             if done < total:
-                say(start.describe_probe(probe_gradients(cfg)))
+                say(start.check_gradients(cfg))
             train_step = step.make_train_step(cfg, tx, mesh, placed)
-            devices = mesh.devices.ravel().tolist()
-            peak = metrics.measure_matmul_peak(cfg.train.compute_dtype, devices)
+            peak = metrics.measure_matmul_peak(
+                cfg.train.compute_dtype, mesh.devices.ravel().tolist(), start.num_processors()
+            )
         flops = gpt.flops_per_token(cfg.model, True), gpt.flops_per_token(cfg.model, False)
         say(metrics.describe(cfg, parameters.count(model), flops, peak))
         ledger = Ledger(data, position, restored.record.meta.get("ledger") if restored else None)
@@ -188,6 +190,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         def save() -> None:
             facts = lambda: start.facts_of_save(cfg, done, position)  # noqa: E731
             check_agreement("save", facts, LIMITS["save"])
+            if unlike := start.compare_copies(done, state):
+                log.note(unlike)
             ledger.advance(position)
             meta = log.state() | {"mixture": histories.record(data), "ledger": ledger.state()}
             ckpt.save(done, state, position=position, meta=meta)

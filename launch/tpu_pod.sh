@@ -69,10 +69,10 @@ attempt() {
 { # read whole by Bash, so that a change of this file meanwhile is not
   code=0
   if [ "$1" = --stop ]; then
-    if [ "$(slice_state)" = ACTIVE ]; then on_all stop || say "not all hosts answer; the slice goes all the same"; fi
+    if [ "$(again slice_state)" = ACTIVE ]; then on_all stop || say "not all hosts answer; the slice goes all the same"; fi
     tpus delete "$POD" --force || code=$?
   else
-    until_done "" attempt || code=$?
+    check_words "$@" && until_done "" attempt || code=$?
     [ -z "$stopped" ] || say "the job goes on; the same command goes on watching it"
   fi
   exit "$code"

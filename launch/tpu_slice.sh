@@ -3,7 +3,20 @@
 
 tpus() { gcloud compute tpus queued-resources "$1" "${@:2}" --zone "$ZONE" --quiet; }
 
-slice_state() { tpus describe "$POD" --format 'value(state.state)' 2>/dev/null || echo ABSENT; }
+# slice_state: print the slice's state, or ABSENT where the cloud says that there is none; other failures, such as a
+# login that has run out or a lost connection, are shown and tell nothing about the slice.
+slice_state() {
+  local errors code=0
+  errors=$(mktemp)
+  tpus describe "$POD" --format 'value(state.state)' 2>"$errors" || code=$?
+  if [ "$code" != 0 ] && grep -q NOT_FOUND "$errors"; then
+    echo ABSENT && code=0
+  elif [ "$code" != 0 ]; then
+    cat "$errors" >&2
+  fi
+  rm -f "$errors"
+  return "$code"
+}
 
 # again COMMAND ...: try it 5 times; a new host takes a while to answer, and connections drop.
 again() {
@@ -13,6 +26,16 @@ again() {
     [ "$try" = 5 ] || sleep "${JAXGPT_POLL:-15}"
   done
   return 76
+}
+
+# check_words WORD ...: refuse a file that is here, but that git does not track, so that the hosts would not get it.
+check_words() {
+  local word
+  for word in "$@"; do
+    if [ -f "$word" ] && ! git ls-files --error-unmatch -- "$word" >/dev/null 2>&1; then
+      say "$word: git does not track it, so the hosts do not get it; git add it first" && return 64
+    fi
+  done
 }
 
 create_slice() {
@@ -32,7 +55,7 @@ create_slice() {
 # anew; one that fails after it was asked for here is an error.
 provide_slice() {
   local now said="" asked=""
-  while now=$(slice_state) && [ "$now" != ACTIVE ]; do
+  while now=$(again slice_state) || return; [ "$now" != ACTIVE ]; do
     [ "$now" = "$said" ] || say "slice $POD in $ZONE: $now"
     said=$now
     case $now in

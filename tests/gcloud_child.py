@@ -1,8 +1,8 @@
 """Stands in for gcloud: a slice is the folder $CLOUD, with its state and a home for each host.
 
-Commands for a host run in its home. A file `deaf` there means that it does not answer this time.
-`next` holds the states that the slice will have, `refusal` why none can be made. $INTERRUPTED is
-the exit code after Ctrl-C.
+A file `offline` means that the cloud does not answer this time. Commands for a host run in its
+home; a file `deaf` there means that it does not answer this time. `next` holds the states that the
+slice will have, `refusal` why none can be made. $INTERRUPTED is the exit code after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ def run(host: Path) -> int:
 code = 0
 try:
     if verb == "describe":
+        if (cloud / "offline").exists():
+            (cloud / "offline").unlink()
+            sys.exit("ERROR: gcloud crashed (ConnectionError): reset by peer")
         if not state:
-            sys.exit(1)
+            sys.exit("ERROR: (gcloud...describe) NOT_FOUND: Resource 'pod' was not found")
         print(state)
         if coming.exists() and (states := coming.read_text().split()):
             state_file.write_text(states[0])

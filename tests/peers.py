@@ -12,6 +12,7 @@ from pathlib import Path
 
 from runs import process_environment
 
+FAST = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles in a third of the time
 CHILD = Path(__file__).with_name("peers_child.py")
 
 
@@ -23,11 +24,14 @@ def free_port() -> int:
 
 @contextmanager
 def group(
-    size: int, command: Callable[[int, int], list[str]], silent: float = 60.0
+    size: int,
+    command: Callable[[int, int], list[str]],
+    silent: float = 60.0,
+    last: dict[str, str] | None = None,
 ) -> Iterator[list[subprocess.Popen]]:
     """Start Python on `command(port, process)` for each process; kill what is left at the end.
 
-    A process counts as lost after `silent` seconds.
+    A process counts as lost after `silent` seconds; `last` is more environment for the last one.
     """
     port, running = free_port(), []
     try:
@@ -35,7 +39,8 @@ def group(
             running.append(
                 subprocess.Popen(
                     [sys.executable, *command(port, process)],
-                    env=process_environment(1, JAXGPT_PEER_SECONDS=str(silent)),
+                    env=process_environment(1, **FAST, JAXGPT_PEER_SECONDS=str(silent))
+                    | (last or {} if process == size - 1 else {}),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

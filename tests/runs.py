@@ -118,6 +118,13 @@ def together(
     ]
 
 
+def finished(processes: list[subprocess.CompletedProcess]) -> list[subprocess.CompletedProcess]:
+    """Return processes that have all succeeded."""
+    errors = [process.stderr for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), errors
+    return processes
+
+
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("localhost", 0))

@@ -193,6 +193,20 @@ def test_pods_with_gpus_find_each_other_at_the_first():
     assert "google" not in str(job["template"]["spec"]["nodeSelector"]).replace("cloud.google", "")
 
 
+def test_the_documented_log_is_that_of_the_process_that_prints():
+    # `kubectl logs job/NAME` takes any pod of the Job, and only process 0 prints a run. By labels
+    # it would begin with the last 10 lines.
+    tree = jobset("tpu")
+    (group,) = tree["spec"]["replicatedJobs"]
+    words = documented("kubectl logs").split()
+    labels = dict(label.split("=") for label in words[words.index("-l") + 1].split(","))
+    assert labels == {
+        "batch.kubernetes.io/job-name": f"{tree['metadata']['name']}-{group['name']}-0",
+        "batch.kubernetes.io/job-completion-index": "0",  # the first host of the first slice
+    }
+    assert words[words.index("--tail") + 1] == "-1"
+
+
 def test_pods_with_tpus_are_told_of_each_other_by_gke():
     (container,) = pod_of(jobset("tpu"))["containers"]
     given = {entry["name"]: entry["value"] for entry in container["env"]}

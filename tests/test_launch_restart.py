@@ -64,6 +64,24 @@ def test_the_number_of_restarts_without_progress_can_be_set(tmp_path):
     assert (code, len(starts(tmp_path))) == (76, 2)
 
 
+def test_a_host_that_ends_every_start_is_named_with_how_often_it_did(tmp_path):
+    blame = f'echo "${{hosts[$(wc -l <{tmp_path}/starts)]}}" >"$JAXGPT_BLAME"\n'
+    plan = planned(tmp_path, "76:5", *["76"] * 9).replace(
+        "IFS=", f"hosts=(x n7 n9 n7 n7)\n{blame}IFS="
+    )
+    command = program(tmp_path / "command", plan)
+    env = environment(tmp_path)
+    code, _, err = ended(bash("launch/restart.sh", str(tmp_path / "run"), str(command), env=env))
+    assert (code, len(starts(tmp_path))) == (76, 4)
+    assert [line.partition("; ")[2] for line in err.splitlines()] == [
+        "host n7 ended it",
+        "host n9 ended it",
+        "host n7 ended it 2 times: look at it, or leave it out",
+        "host n7 ended it 3 times: look at it, or leave it out",
+    ]
+    assert err.splitlines()[-1].startswith("jaxgpt: exit code 76: still at step 5 after 3 restart")
+
+
 @pytest.mark.parametrize("exit_code", ONCE)
 def test_a_bug_and_failing_storage_are_tried_once_more(tmp_path, exit_code):
     code, _, err = run(tmp_path, *[str(exit_code)] * 5)

@@ -192,6 +192,32 @@ def test_a_slice_that_is_refused_ends_it_with_the_clouds_words(cloud):
     assert summary(cloud) == ["describe", "create"]
 
 
+def test_a_cloud_that_does_not_answer_is_asked_again_and_not_for_another_slice(cloud):
+    (cloud / "cloud/state").write_text("ACTIVE")
+    for host in range(HOSTS):
+        (cloud / f"cloud/host{host}").mkdir()
+    (cloud / "cloud/offline").touch()
+    code, _, err = ended(launch(cloud, "exit 0"))
+    assert code == 0 and "reset by peer" in err
+    assert summary(cloud) == ["describe", *READY, *TO_THE_END]
+
+
+def test_stop_without_an_answer_still_saves_before_it_deletes(cloud):
+    leave_running(cloud)
+    (cloud / "cloud/offline").touch()
+    assert ended(launch(cloud, "exit 1", "--stop"))[0] == 0
+    assert [path.read_text() for path in cloud.glob("cloud/gone*/got")] == ["TERM\n"] * HOSTS
+
+
+def test_a_configuration_that_hosts_would_not_get_is_refused_before_a_slice_is_paid_for(cloud):
+    (cloud / "checkout/found.toml").write_text("")
+    code, _, err = ended(launch(cloud, "exit 0", "train", "found.toml"))
+    assert code == 64 and not (cloud / "calls").exists()
+    assert err == (
+        "jaxgpt: found.toml: git does not track it, so the hosts do not get it; git add it first\n"
+    )
+
+
 def test_a_slice_that_fails_is_shown_and_not_asked_for_again(cloud):
     code, _, err = ended(launch(cloud, "exit 0", NEW="FAILED"))
     assert code == 74 and summary(cloud) == ["describe", "create", "describe", "describe"]

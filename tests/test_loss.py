@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import MeshConfig
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import Placement
+from jaxgpt.planning.collectives import collectives
 from jaxgpt.training.loss import chunk_tokens, next_token_sums, token_losses
 
 B, T, D, V = 4, 10, 8, 24
@@ -194,6 +196,19 @@ def test_no_collective_runs_inside_the_loop_over_chunks():
     bodies = [part for part in text.split("\n\n") if part.startswith("%") and "dot(" in part]
     assert " while(" in text and bodies
     assert not any("all-reduce(" in body or "all-gather(" in body for body in bodies)
+
+
+def test_replicas_exchange_only_the_part_of_the_heads_gradient_that_they_hold():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    hidden, targets, weights = jnp.zeros((8, 8, D)), jnp.zeros((8, 8), jnp.int32), jnp.ones((8, 8))
+    loss = lambda w: next_token(hidden, w, targets, weights, chunk=2, shards=Placement(mesh))[0]  # noqa: E731
+    split = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    head = jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=split)
+    text = jax.jit(jax.grad(loss), out_shardings=split).lower(head).compile().as_text()
+    sums = [one for one in collectives(text, mesh.shape) if one.kind == "all-reduce"]
+    over_data = [one for one in sums if "data" in one.axes]
+    assert max(one.whole_bytes for one in over_data) == 4 * V * D // 4
+    assert max(one.whole_bytes for one in sums) == 4 * V * D  # XLA:CPU has no reduce-scatter here
 
 
 def test_rows_that_do_not_divide_over_the_mesh_are_still_right():

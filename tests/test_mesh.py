@@ -18,6 +18,7 @@ from jaxgpt.parallel.mesh import (
     batch_shards,
     check_batch,
     check_model,
+    check_sizes,
     make_mesh,
     slow_sizes,
 )
@@ -126,6 +127,30 @@ def test_the_slow_part_of_an_axis_is_its_coarsest():
     np.testing.assert_array_equal(slices, [[0, 0], [0, 0], [1, 1], [1, 1]])
 
 
+def test_hosts_stand_for_slices_where_devices_name_no_slice():
+    class Device(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    # As GPUs that are only compiled for: all in slice 0, two hosts of four.
+    devices = [
+        Device(id=i, slice_index=0, process_index=i // 4, platform="gpu", device_kind="gpu")
+        for i in range(8)
+    ]
+    placed = arrange(devices, sizes_of(data=4, tensor=2), sizes_of(data=2), "process_index")
+    hosts = np.vectorize(lambda device: device.process_index)(placed)[0, :, 0, 0, 0]
+    np.testing.assert_array_equal(hosts, [[0, 0], [0, 0], [1, 1], [1, 1]])
+
+
+def test_batches_and_model_are_refused_in_one_go():
+    cfg = with_values(
+        Config(), "test", train={"global_batch": 12, "micro_batch": 6}, model={"seq_len": 20}
+    )
+    with pytest.raises(ConfigError) as refused:
+        check_sizes(sizes_of(data=4, context=4), cfg)
+    rows, length = refused.value.problems
+    assert "train.micro_batch = 6 rows" in rows and "seq_len = 20" in length
+
+
 @pytest.mark.parametrize(
     "values, axes, words",
     [
@@ -137,11 +162,6 @@ def test_the_slow_part_of_an_axis_is_its_coarsest():
             {"model": {"num_layers": 6, "stacked": True}},
             {"stage": 4},
             ["num_layers = 6", "mesh.stage x mesh.rounds = 4"],
-        ),
-        (
-            {"model": {"num_layers": 4, "stacked": True, "aux_layers": (1,)}},
-            {"stage": 2},
-            ["mesh.stage = 2", "aux_layers"],
         ),
         (
             {

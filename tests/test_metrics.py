@@ -529,6 +529,12 @@ def test_simulated_cpu_devices_are_one_processor(monkeypatch):
     assert peak.measure_matmul_peak("float32", devices("cpu", "cpu", 8)).flops == 5.0
 
 
+def test_cpus_count_as_the_processors_that_the_processes_have_between_them(monkeypatch):
+    monkeypatch.setattr(peak, "_best_rate", lambda dtype, platform: 5.0)
+    found = peak.measure_matmul_peak("float32", devices("cpu", "cpu", 8), processors=2)
+    assert found.flops == 10.0 and found.source.endswith(" x 2")
+
+
 def test_the_measured_peak_is_kept_for_later_processes_and_only_rises(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     peak._best_rate.cache_clear()

@@ -87,6 +87,13 @@ def test_an_error_of_one_process_ends_all_with_its_code_and_its_words():
     assert own == "jaxgpt: disk full"
 
 
+def test_the_host_that_ended_a_run_is_left_for_whoever_starts_it_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXGPT_BLAME", str(tmp_path / "blame"))
+    with pretended_run(2, "error") as children:
+        ends(children, within=ENOUGH)
+    assert (tmp_path / "blame").read_text() == f"{HOST}\n"
+
+
 def test_at_the_end_processes_wait_for_those_that_still_clean_up():
     with pretended_run(2, "linger") as children:
         assert [code for code, _ in ends(children, within=ENOUGH + 8)] == [0, 0]

@@ -23,7 +23,7 @@ from jaxgpt.evaluation.perplexity import evaluate
 from jaxgpt.model import staging
 from jaxgpt.model.params import abstract, specs
 from jaxgpt.model.positions import restart
-from jaxgpt.model.turns import describe, plan
+from jaxgpt.model.turns import describe, plan, tap
 from jaxgpt.parallel.mesh import AXES, make_mesh
 from jaxgpt.parallel.sharding import Placement, to_global, tree_shardings
 from jaxgpt.planning.collectives import collectives
@@ -48,6 +48,10 @@ MODELS = {
     "dropout": small(TINY, dropout=0.3, out_bias=True, mlp_bias=True),
     "windows": small(VARIETY["gemma3"], tie_embeddings=False),
     "experts": small(VARIETY["experts"], router_bias=False),
+    "taps": dataclasses.replace(
+        small(VARIETY["llama"], norm_eps=0.0, aux_layers=(4, 2), remat_save=("attn", "up")),
+        num_layers=6,
+    ),
 }
 DOCUMENTS = {"gated", "windows"}
 
@@ -63,6 +67,7 @@ def config(name: str, mesh: dict[str, int], micro_batches: int = 1, **model: Any
             compute_dtype="float32",
             z_loss=0.01,
             balance_loss=0.1,
+            aux_loss_weights=(0.5, 0.2) if name == "taps" else (0.3,),
         ),
         optim=OptimConfig(lr=1e-2, warmup_steps=5, eps=1e-3),
     )
@@ -157,6 +162,23 @@ def test_only_filling_and_draining_leave_stages_without_work(micro_batches, stag
     assert p.wait == (0 if rounds == 1 or micro_batches < stages else micro_batches % stages)
 
 
+@OF_MICRO_BATCHES
+@pytest.mark.parametrize("stages, rounds", STAGES_AND_ROUNDS)
+def test_every_part_can_be_tapped_and_loses_no_micro_batch(micro_batches, stages, rounds):
+    # As `pipeline.forward` does with activations, with what each stage holds after each turn.
+    p = plan(micro_batches, stages, rounds)
+    for part in range(stages * rounds):
+        t = tap(micro_batches, stages, rounds, part)
+        belt = np.full_like(t.after, -1)
+        for turn in np.flatnonzero(t.taken):
+            assert p.round[turn, t.stage] * stages + t.stage == part
+            column = belt[:, t.column[turn]].copy()
+            column[t.stage] = p.micro[turn, t.stage]
+            belt[:, t.column[turn]] = np.roll(column, -1)
+        assert sorted(belt[belt >= 0]) == list(range(micro_batches))
+        np.testing.assert_array_equal(belt, t.after)
+
+
 def test_what_a_pipeline_loses_is_said():
     # 4 stages wait 3 of 32 + 3 turns, or, with two rounds, of 64 + 3.
     said = "micro-batches pass 4 stages in {} turns; stages have nothing to do for {} of an update"
@@ -201,6 +223,8 @@ CASES = [
     ("dropout", {"stage": 4, "data": 2}, 3, "full"),
     ("windows", {"stage": 2, "context": 2}, 4, "full"),
     ("experts", {"stage": 2, "expert": 2, "data": 2}, 3, "full"),
+    ("taps", {"stage": 2, "data": 2}, 2, "full"),  # one block inside a stage, one in a first layer
+    ("taps", {"stage": 2, "rounds": 3, "fsdp": 2}, 3, "full"),
 ]
 
 
@@ -257,10 +281,10 @@ def test_with_more_rounds_the_weights_change_places_once():
     assert turns == {(LENGTH, 16)}
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_no_turn_keeps_the_weights_it_used_and_with_remat_only_its_input(remat):
+@pytest.mark.parametrize("remat, named", [("none", ()), ("full", ()), ("full", ("up",))])
+def test_no_turn_keeps_the_weights_it_used_and_with_remat_only_its_input(remat, named):
     name, mesh, micro_batches, _ = ROUNDS
-    cfg = config(name, mesh | {"data": 1}, micro_batches, remat=remat)
+    cfg = config(name, mesh | {"data": 1}, micro_batches, remat=remat, remat_save=named)
     where, batch = devices(cfg), batch_of(cfg, True)
     program = jax.make_jaxpr(functools.partial(gradients, cfg, mesh=where))
     text = str(program(random_params(cfg.model), batch, jnp.int32(0)))
@@ -270,7 +294,8 @@ def test_no_turn_keeps_the_weights_it_used_and_with_remat_only_its_input(remat):
     layer = {spec.shape[1:] for spec in jax.tree.leaves(specs(cfg.model).layers)}
     matrices = {math.prod(shape) for shape in layer if len(shape) > 1}
     if remat == "full":
-        assert kept == {(2, rows, LENGTH, 16)}
+        up = {(1, 2, rows, LENGTH, cfg.model.mlp_width)} if named else set()  # by layer, by stage
+        assert kept == {(2, rows, LENGTH, 16)} | up
     else:
         assert len(kept) > 5 and not {math.prod(shape) // 2 for shape in kept} & matrices
     assert rows * LENGTH * 16 not in matrices  # or they could not be told apart

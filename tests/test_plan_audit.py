@@ -167,6 +167,59 @@ def test_state_bytes_are_those_of_one_device():
     assert KNOWN.state_bytes == 4 + 512 * 16 * 4 + 2 * 16 * 128 * 4 + 2 * 64 * 4
 
 
+def test_a_parameter_that_each_device_holds_whole_is_found_where_fsdp_should_split_it():
+    whole = Leaf("params/lm_head", "float32", (512, 1024), (512, 1024))  # 2 MiB
+    known = KNOWN._replace(leaves=(*KNOWN.leaves[:3], whole))
+    (found,) = checked(known=known)
+    assert (found.check, found.instruction, found.bytes) == (
+        "not_split", "params/lm_head", 4 * 512 * 1024,
+    )  # fmt: skip
+    assert list(audit.not_split(known._replace(mesh={"data": 8}))) == []  # replicated as asked for
+
+
+# A head split over D by 4, and how it is gathered.
+HEAD = Leaf("params/lm_head", "float32", (512, 256), (512, 64))
+HEAD_GATHER = "bf16[512,256]{1,0} all-gather(%p), replica_groups=[2,4]<=[8], dimensions={1}"
+
+
+@pytest.mark.parametrize(("gathers", "found"), [(1, 0), (2, 1), (3, 1)])
+def test_a_head_is_gathered_once_per_micro_batch(gathers, found):
+    lines = "\n  ".join(f"%x.{i} = {HEAD_GATHER}" for i in range(gathers))
+    findings = checked(in_loop=lines, known=KNOWN._replace(leaves=(*KNOWN.leaves[:3], HEAD)))
+    findings = [one for one in findings if one.check != "not_donated"]
+    assert [one.check for one in findings] == ["gathered_often"] * found
+    times = 4 * gathers  # the loop over micro-batches has 4 passes
+    assert all(f"lm_head gathered {times} times a step, 4 would" in one.line for one in findings)
+
+
+def test_a_blocks_weight_is_gathered_forward_recomputed_and_backward_and_no_more():
+    up = Leaf("params/layers/up", "float32", (2, 64, 2048), (2, 16, 2048))
+    known = KNOWN._replace(leaves=(*KNOWN.leaves[:3], up))
+    gather = "bf16[64,2048]{1,0} all-gather(%p), replica_groups=[2,4]<=[8], dimensions={0}"
+    lines = [f"%x.{i} = {gather}" for i in range(7)]
+    assert checked(in_loop="\n  ".join(lines[:6]), known=known) == []  # 2 layers x 3 x 4 = 24
+    (found,) = checked(in_loop="\n  ".join(lines), known=known)
+    assert "layers/up gathered 28 times a step, 24 would do" in found.line
+
+
+def test_a_head_that_is_gathered_for_each_chunk_of_the_loss_is_found():
+    known = KNOWN._replace(leaves=(*KNOWN.leaves[:3], HEAD), micro_batches=1)
+    (found,) = checked(in_loop=f"%x = {HEAD_GATHER}", known=known)  # 4 chunks in one micro-batch
+    assert (found.check, found.bytes) == ("gathered_often", 4 * 512 * 256 * 2 * 3 // 4)
+    assert checked(in_loop=f"%x = {HEAD_GATHER}", known=known._replace(losses=4)) == []
+
+
+def test_a_sum_over_a_whole_torus_of_tpus_says_which_mesh_avoids_it():
+    line = "%x = f32[8192,512]{1,0} all-reduce(%head), replica_groups=[1,64]<=[64], to_apply=%add"
+    program = hlo.parse(TEXT.replace("AT_END", line).replace("IN_LOOP", ""))
+    mesh = {"data": 1, "fsdp": 64}
+    known = KNOWN._replace(mesh=mesh)
+    (tpu,) = audit.reduced_whole(collectives(program, mesh), known)
+    (gpu,) = audit.reduced_whole(collectives(program, mesh), known._replace(platform="gpu"))
+    assert "mesh.data or mesh.tensor" in tpu.line
+    assert "mesh.data" not in gpu.line
+
+
 def test_a_cpu_compiler_is_not_blamed_for_what_it_cannot_do():
     line = "%x = f32[512,64]{1,0} all-reduce(%head), replica_groups=[2,4]<=[8], to_apply=%add"
     assert checked(at_end=line, known=KNOWN._replace(platform="cpu")) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 
 import pytest
@@ -63,6 +64,35 @@ def test_meshes_use_all_devices_and_divide_what_they_split():
 def test_a_dense_unstacked_model_has_neither_experts_nor_stages():
     cfg = config.load("configs/gpt2_124m.toml")
     assert {(m["expert"], m["stage"]) for m in search.meshes(cfg, parse("h100x64"))} == {(1, 1)}
+
+
+def test_slices_are_laid_over_every_axis_that_they_divide():
+    mesh = {"data": 2, "stage": 1, "fsdp": 8, "tensor": 1, "context": 1, "expert": 1}
+    # fsdp = 8 alone is what an empty mesh.slow means, as no other axis holds eight slices.
+    ways = search.slow_parts(mesh, 8)
+    assert ways == [{"data": 2, "fsdp": 4}, {}]
+    assert search.slow_parts(mesh, 1) == [{}]
+    assert search.slow_parts({**mesh, "fsdp": 2}, 8) == []
+
+
+def test_replicas_across_slices_are_found():
+    # Over a slow network replicas meet once a step; weights would cross it in every micro-batch.
+    chip = dataclasses.replace(parse("v5e-8").chip, network=1e8)
+    target = dataclasses.replace(parse("2*v5e-8"), chip=chip)
+    best = search.search(config.load("configs/llama3_1b.toml"), target)[0]
+    assert best.layout.sizes["data"] % 2 == 0 and best.layout.slow["data"] == 2
+
+
+def test_rounds_are_proposed_only_with_a_micro_batch_for_each_stage():
+    sizes = {"num_layers": 16, "stacked": True}
+    cfg = config.with_values(Config(model=LLAMA), "test", model=sizes, train={"global_batch": 64})
+    mesh = {"data": 2, "fsdp": 1, "stage": 4, "tensor": 1, "context": 1, "expert": 1}
+    found = [*search._layouts(cfg, parse("h100x8"), facts(cfg), mesh)]
+    assert [at.cfg.mesh.rounds for at in found] == [1, 2, 4]
+    for at in found:
+        best = search._best_micro(at)
+        assert best.cfg.mesh.rounds == 1 or best.cfg.train.accum_steps >= 4
+        assert not problems_of(best.cfg)
 
 
 def test_1024_devices_take_seconds():

@@ -273,7 +273,8 @@ def test_presets_that_share_a_store_have_the_same_tokenizer():
 def test_big_models_are_stacked_recomputed_split_and_kept_to_their_documents(name):
     cfg = loaded(name)
     assert (cfg.model.stacked, cfg.model.remat) == (True, "full")
-    assert (cfg.mesh.data, cfg.mesh.fsdp) == (1, -1)
+    # libtpu gathers over two dimensions of a torus, not over the three of v5p-512.
+    assert (cfg.mesh.data, cfg.mesh.fsdp) == (4 if name == "llama3_70b" else 1, -1)
     assert cfg.data.document_mask
 
 

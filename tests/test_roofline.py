@@ -125,6 +125,37 @@ def test_rounds_shorten_the_wait():
     assert bubble_share(at) == 3 / (8 * 2 + 3)
 
 
+def test_a_pipeline_gathers_the_weights_of_its_blocks_three_times_in_each_turn():
+    mesh = {"data": 1, "fsdp": 2, "stage": 4, "rounds": 2}
+    model, train = {"num_layers": 8}, {"micro_batch": 16, "global_batch": 128}
+    cfg = config.load("configs/llama3_1b.toml")
+    at, found = on(cfg, "h100x8", mesh=mesh, model=model, train=train)
+    D, F, V, turns = 2048, 8192, 128_256, 8 * 2 + 3
+    block = 2 * D * D + 2 * D * 512 + 3 * D * F
+    assert at.ticks == turns
+    # A block of a stage in each turn, bfloat16, half of it sent; the tied embedding once a step.
+    assert of(found, "weights") == turns * 2 * 2 * block / 2 + 2 * V * D / 2
+    # XLA's program sends 1.681 GB in its reduce-scatters.
+    assert of(found, "gradients") == pytest.approx(1.6809e9, rel=1e-3)
+    # Four blocks a stage and round instead of one: their inputs come from the stage's.
+    at, more = on(cfg, "h100x8", mesh=mesh, model={"num_layers": 32}, train=train)
+    assert of(more, "weights") == turns * 3 * 2 * 4 * block / 2 + 2 * V * D / 2
+
+
+def test_a_stage_of_several_blocks_is_computed_twice_again():
+    mesh, train = {"data": 1, "fsdp": 16, "stage": 4}, {"micro_batch": 64}
+    one, _ = on(LLAMA, "v5p-128", train=train)
+    piped, _ = on(LLAMA, "v5p-128", mesh=mesh, train=train)
+    D, F, T = 4096, 14336, 8192
+    forward = 2 * D * (2 * D + 2 * 1024 + 3 * F) + 4 * D * T / 2
+    again = recomputed(piped, causal=True) - recomputed(one, causal=True)
+    assert again == pytest.approx(32 * forward * 7 / 8)  # all but the last of eight blocks
+
+
+def of(found: Bound, what: str) -> float:
+    return sum(t.bytes for t in found.transfers if t.what == what and t.axis == "fsdp")
+
+
 def test_a_ring_passes_keys_and_values_of_all_other_devices():
     mesh = {"data": 1, "fsdp": 16, "context": 4}
     at, found = on(LLAMA, "v5p-128", mesh=mesh)
@@ -154,11 +185,20 @@ def test_offloaded_tensors_go_to_the_host_and_back():
 
 @pytest.mark.parametrize(
     ("name", "target", "tokens_per_second"),
-    # Published rates per device: MaxText on v6e and tpu-recipes, torchtitan on H100.
+    # Published tokens per second of a device, in bfloat16: AI-Hypercomputer/tpu-recipes
+    # (training/trillium, training/v5p, training/ironwood), gpu-recipes (training/a3ultra),
+    # torchtitan (benchmarks/llama3_h100_202412_torchtitan.md, asyncTP_llama3_h100_2025-06).
+    # llm.c's 475,000 are 10.26 billion tokens in 45 minutes (KellerJordan/modded-nanogpt).
     [
         ("llama3_8b", "v6e-256", 7_207),
+        ("llama3_8b", "v6e-8", 7_139),
         ("llama3_70b", "v6e-256", 960),
+        ("llama3_405b", "v6e-256", 149),
+        ("llama2_70b", "v5p-1024", 692),
+        ("llama3_405b", "v5p-1024", 125),
         ("llama3_8b", "h100x8", 6_667),
+        ("llama3_70b", "h100x256", 652),
+        ("llama3_70b", "h200x256", 1_056),
         ("gpt2_124m", "h100x8", 475_000),
     ],
 )
@@ -168,6 +208,32 @@ def test_no_published_run_is_faster_than_the_bound(name, target, tokens_per_seco
     ceiling = tokens / found.seconds / at.target.num_devices
     assert tokens_per_second < ceiling < 4 * tokens_per_second
     assert found.mfu < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "published"),
+    # Causal count: tokens per second x FLOPs per token over the peak, as those who measured it say
+    # or as follows from their rates: MaxText on v6e 40.4 % and 47.0 %, v5p 64.6 %, H200 48.0 %.
+    [
+        ("llama3_8b", "v6e-256", 0.404),
+        ("llama3_70b", "v6e-256", 0.470),
+        ("llama2_70b", "v5p-1024", 0.646),
+        ("llama3_70b", "h200x256", 0.480),
+    ],
+)
+def test_no_published_utilisation_is_above_the_ceiling(name, target, published):
+    _, found = on(config.load(f"configs/{name}.toml"), target, model={"remat": "none"})
+    assert published < found.mfu <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "causal", "flops"),
+    # 417.4 TFLOP/s at 7,207 tokens/s (full square) and 1,207 at 2,687 (causal): tpu-recipes.
+    [("llama3_8b", False, 417.4e12 / 7_207), ("llama3_70b", True, 1_207e12 / 2_687)],
+)
+def test_flops_per_token_are_those_of_published_rates(name, causal, flops):
+    model = config.load(f"configs/{name}.toml").model
+    assert flops_per_token(model, causal) == pytest.approx(flops, rel=0.005)
 
 
 def test_a_run_is_its_steps():

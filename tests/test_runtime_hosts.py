@@ -1,9 +1,10 @@
-"""Start of the distributed runtime, with JAX's part of it replaced; the whole: test_hosts_train."""
+"""Start of the distributed runtime, with JAX's part replaced; the whole: test_hosts_commands."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 
 import jax
 import pytest
@@ -51,6 +52,17 @@ def test_a_failure_of_jax_is_a_line(started, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", fail)
     with pytest.raises(HangError, match=f"^{HERE}, process 0: .*DEADLINE_EXCEEDED: something$"):
         hosts.start(TWO)
+
+
+def test_who_is_left_waiting_in_jax_for_one_that_came_ends_with_the_hosts(started, monkeypatch):
+    said, codes = [], []
+    monkeypatch.setattr(leaving, "say", lambda text, seconds: said.append(text))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(hosts, "CONNECT_TIMEOUT", 0.05)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.5))
+    hosts.start(TWO)
+    assert codes == [HangError.exit_code]
+    assert "at node0:61441 after 0.05 s: one of them, on host0, host1, has ended or" in said[0]
 
 
 def test_other_devices_than_the_launcher_promised_are_refused_with_both_numbers(started):

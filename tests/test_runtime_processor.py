@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import stat
 
 import pytest
@@ -57,3 +58,11 @@ def test_a_cache_that_cannot_be_made_is_named_not_raised(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     folder, problem = processor.cache_folder("xla")
     assert folder is None and "file" in problem
+
+
+def test_processes_with_the_same_cores_of_a_machine_have_one_key_whatever_its_name(monkeypatch):
+    key = processor.cores_key()
+    monkeypatch.setattr(platform, "node", lambda: "a-container")
+    assert processor.cores_key() == key
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {70, 71}, raising=False)
+    assert processor.cores_key() != key

@@ -199,3 +199,72 @@ def test_what_is_waited_for_is_said(address, monkeypatch):
     with pytest.raises(HangError):
         roll_call.roll_call(address, 0, 2, 0.8, said.append)
     assert said and said[0].endswith("missing 1")
+
+
+def come(address: str, process: int, processes: int) -> socket.socket:
+    """Return the connection of a process that has said who it is, and then does nothing."""
+    host, _, port = address.rpartition(":")
+    said = {"roll": MAGIC, "process": process, "processes": processes, "host": "far", "pid": 7}
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)))
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+        else:
+            connection.sendall(json.dumps(said).encode() + b"\n")
+            return connection
+
+
+def test_a_process_that_came_and_ended_is_named_to_the_others(address, monkeypatch):
+    monkeypatch.setattr(roll_call, "GONE", 0.5)
+    leaver = threading.Thread(target=lambda: come(address, 1, 3).close())
+    leaver.start()
+    began = time.monotonic()
+    told = call(address, (0, 3), timeout=30.0)
+    leaver.join()
+    assert isinstance(told[0], HangError) and time.monotonic() - began < 15
+    assert "process 1 (far, pid 7) came and ended before the others were there" in str(told[0])
+
+
+def test_a_process_that_came_ended_and_was_started_again_is_there(address):
+    leaver = threading.Thread(target=lambda: come(address, 1, 3).close())
+    leaver.start()
+    told = call(address, (0, 3), (2, 3), (1, 3), pause=0.4)
+    leaver.join()
+    assert told == [(HERE, HERE, HERE)] * 3
+
+
+def test_a_process_that_takes_no_answer_is_named_as_frozen(address):
+    held: list[socket.socket] = []
+    frozen = threading.Thread(target=lambda: held.append(come(address, 1, 2)))
+    frozen.start()
+    (told,) = call(address, (0, 2))
+    frozen.join()
+    held[0].close()
+    assert isinstance(told, HangError)
+    assert "process 1 (far, pid 7) gave no answer: frozen" in str(told)
+
+
+@pytest.mark.parametrize("how", ["ended", "frozen"])
+def test_a_process_0_that_was_there_and_gives_no_sign_of_life_is_found_gone(monkeypatch, how):
+    monkeypatch.setattr(roll_call, "GONE", 0.5)
+    with socket.create_server(("localhost", 0)) as server:
+
+        def serve() -> None:
+            connection = server.accept()[0]
+            connection.recv(1024)
+            connection.sendall(b" ")
+            if how == "ended":
+                server.close()
+                connection.close()
+            else:
+                connection.recv(1024)  # until the other leaves
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = f"localhost:{server.getsockname()[1]}"
+        began = time.monotonic()
+        (told,) = call(address, (1, 2), timeout=30.0)
+        thread.join()
+    assert isinstance(told, HangError) and time.monotonic() - began < 15
+    assert f"process 0 at {address} waited for the others and then gave no sign of" in str(told)

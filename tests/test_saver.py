@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxgpt.checkpoint.processes import Alone
 from jaxgpt.checkpoint.saver import Saver
 from jaxgpt.errors import StorageError
 
@@ -78,3 +79,14 @@ def test_a_last_save_that_fails_is_tried_once_more_and_then_raised():
     with pytest.raises(StorageError, match="step 10"):
         run(recorder, 10, 10)
     assert recorder.saved == [10, 10]
+
+
+def test_a_failure_that_others_may_not_share_is_not_borne():
+    recorder = Recorder()
+
+    def fail() -> None:
+        raise Alone("process 1: No space left on device")
+
+    saver = Saver(recorder, 4, -1, fail)
+    with pytest.raises(Alone):
+        saver.save(4)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from runs import tiny
 
-from jaxgpt import config
+from jaxgpt import config, start
 from jaxgpt.errors import ConfigError
-from jaxgpt.start import describe_dtypes, last_step
+from jaxgpt.runtime import store
+from jaxgpt.start import describe_devices, describe_dtypes, last_step
 
 
 @pytest.mark.parametrize(
@@ -100,3 +102,54 @@ def test_data_too_short_for_the_first_update_of_a_ramp_is_refused_by_its_key():
 def test_all_number_formats_are_one_line(overrides, words):
     cfg = config.load(None, overrides)
     assert describe_dtypes(cfg) == f"dtypes: {words}, loss and softmax float32"
+
+
+def test_other_devices_than_those_of_the_checkpoint_are_said():
+    record = SimpleNamespace(mesh={"data": 4, "fsdp": 2, "processes": 2})
+    assert describe_devices(record, SimpleNamespace(shape={"data": 1, "fsdp": 2})) == (
+        "saved on 8 device(s) in 2 process(es) (data 4, fsdp 2), going on with 2 device(s) in 1 "
+        "process(es) (fsdp 2)"
+    )
+
+
+def test_the_same_devices_are_not_worth_a_word():
+    record = SimpleNamespace(mesh={"data": 4, "expert": 1, "processes": 1})
+    assert describe_devices(record, SimpleNamespace(shape={"data": 4, "fsdp": 1})) == ""
+
+
+def hosts_of(monkeypatch, me: int, values: list[str]) -> None:
+    """Let this be process `me` of several, whose answers are these."""
+    monkeypatch.setattr(store, "num_processes", lambda: len(values))
+    monkeypatch.setattr(store, "process_index", lambda: me)
+    monkeypatch.setattr(store, "decide", lambda name, value, rule, timeout: rule(values))
+    monkeypatch.setattr(store, "describe", lambda numbers: f"process {numbers}")
+
+
+def test_gradients_are_checked_once_for_each_kind_of_processor(monkeypatch):
+    monkeypatch.setattr(start, "probe_gradients", lambda cfg: "probed")
+    monkeypatch.setattr(start, "describe_probe", lambda probe: probe)
+    monkeypatch.setattr(start, "cpu_key", lambda: kinds[me])
+    kinds = ["amd", "amd", "intel", "intel", "amd"]
+    said = []
+    for me in range(5):  # noqa: B007 (read by the function above)
+        hosts_of(monkeypatch, me, kinds)
+        said.append(start.check_gradients(config.Config()))
+    by = "gradients are checked by process"
+    assert said == ["probed", f"{by} 0", "probed", f"{by} 2", f"{by} 0"]
+
+
+def test_processes_that_share_cores_are_one_processor(monkeypatch):
+    hosts_of(monkeypatch, 0, ["a 0,1", "a 0,1", "b 0,1", "b 2,3"])
+    assert start.num_processors() == 3
+
+
+def test_a_process_whose_copy_of_the_state_differs_is_named(monkeypatch):
+    state = {"w": np.arange(4, dtype=np.float32)}
+    flipped = {"w": np.array([0, 1, 2, np.nextafter(np.float32(3), 4)], np.float32)}
+    seen = []
+    monkeypatch.setattr(store, "num_processes", lambda: 3)
+    monkeypatch.setattr(store, "decide", lambda name, value, *_: seen.append(value) or [value])
+    assert start.compare_copies(7, state) == "" == start.compare_copies(7, flipped)
+    hosts_of(monkeypatch, 0, [seen[0], seen[1], seen[0]])
+    line = start.compare_copies(7, state)
+    assert line.startswith("WARNING: step 7: process [1] of 3 processes: its copy of the state")

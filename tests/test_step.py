@@ -548,9 +548,9 @@ def test_dropout_recomputed_on_8_devices_draws_the_masks_of_one(dropped_on_one_d
     close(dropped(remat, {"data": 8})(0), dropped_on_one_device(0), 1e-6)
 
 
-def test_dropout_does_not_depend_on_micro_batches_or_the_mesh(dropped_on_one_device):
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 4}])
+def test_dropout_does_not_depend_on_micro_batches_or_the_mesh(dropped_on_one_device, mesh):
     split = dataclasses.replace(DROPOUT, train=dataclasses.replace(DROPOUT.train, micro_batch=4))
-    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     close(dropped(split, mesh)(0), dropped_on_one_device(0), 1e-5)
 
 

@@ -250,6 +250,21 @@ def test_a_growing_batch_takes_the_rows_that_its_position_says(growing, golden):
     assert table[2]["rows_digest"] == right[8]
 
 
+def test_a_growing_batch_passes_stages_as_it_passes_one_device(monkeypatch, root, growing):
+    make_mesh = meshes.make_mesh
+    monkeypatch.setattr(meshes, "make_mesh", lambda cfg: make_mesh(cfg, jax.devices()[:2]))
+    staged = {"mesh__data": 1, "mesh__stage": 2, "model__stacked": True, "train__num_steps": 3}
+    train(tiny(root, "growing-staged", **GROWING | staged))
+    mine, right = (
+        [row for row in rows(run) if "grad_norm" in row][:3]
+        for run in (root / "growing-staged", growing)
+    )
+    assert [row["rows_digest"] for row in mine] == [row["rows_digest"] for row in right]
+    for key in ("loss", "grad_norm"):
+        found, wanted = ([row[key] for row in table] for table in (mine, right))
+        assert found == pytest.approx(wanted, rel=1e-5), key
+
+
 def test_the_wait_for_another_batch_size_is_no_training_time(monkeypatch, root):
     from jaxgpt.data import pipeline
 

@@ -11,7 +11,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxgpt import config
-from jaxgpt.checkpoint import commit
+from jaxgpt.checkpoint import commit, processes
 from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.checkpoint.record import Damaged, Leaf, Record
 from jaxgpt.checkpoint.verify import print_line, read_record, read_verified
@@ -109,8 +109,20 @@ def averaged(record: Record) -> bool:
 
 
 def newest_record(run_dir: Path) -> Record | None:
-    """Return the commit record of the newest checkpoint of a run whose record is whole, or None."""
+    """Return the commit record of the newest checkpoint of a run whose record is whole, or None.
+
+    Hosts may see files late: of several processes all return what the one that sees the newest
+    step does. Raises ConfigError where one does not come to see it, and StorageError.
+    """
     root = run_dir / "ckpt"
+    newest = _newest_whole(root)
+    step = processes.agree_on_newest(root, newest.step if newest else -1)
+    if newest is None or step > newest.step:
+        return read_record(root, step) if step >= 0 else None
+    return newest
+
+
+def _newest_whole(root: Path) -> Record | None:
     for step in reversed(commit.list_steps(root)) if root.is_dir() else []:
         try:
             return read_record(root, step)

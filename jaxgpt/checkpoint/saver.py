@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxgpt.checkpoint.processes import Alone
 from jaxgpt.checkpoint.store import Checkpointer, print_line
 from jaxgpt.errors import StorageError
+from jaxgpt.runtime.leaving import error_line
 
 
 @dataclass
@@ -59,6 +61,6 @@ class Saver:
             action()
         except StorageError as error:
             self.failures += 1
-            if self.failures > 1:
+            if self.failures > 1 or isinstance(error, Alone):
                 raise
-            print_line(f"jaxgpt: {error}; trying again soon")
+            print_line(error_line(f"{error}; trying again soon"))

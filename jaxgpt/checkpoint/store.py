@@ -142,9 +142,12 @@ class Checkpointer:
         try:
             with storage_errors(f"{directory}: not saved"):
                 processes.together(lambda: self._make_room(draft.step, superseded))
-                fault("save.begin")
-                arrays.start_write(self._writer, directory, state)
-                fault("save.copied")
+                with processes.alone():
+                    fault("save.begin")
+                    arrays.start_write(self._writer, directory, state)
+                    fault("save.copied")
+        except processes.Alone:
+            raise
         except Exception:
             with contextlib.suppress(Exception):
                 self._writer.wait_until_finished()
@@ -216,11 +219,14 @@ class Checkpointer:
     def _complete(self, draft: Record, numbers: dict[str, Any], began: float) -> None:
         """The background thread: from the end of the copy to the end of retention."""
         step, directory = draft.step, self.root / str(draft.step)
+
+        def write_out() -> None:
+            with storage_errors(f"{directory}: not saved"):
+                self._write_out(draft, numbers, began)
+
         try:
             with storage_errors(f"{directory}: not saved"):
-                processes.together(
-                    lambda: self._write_out(draft, numbers, began), "published", self._timeout
-                )
+                processes.together(write_out, "published", self._timeout, processes.FAILED)
                 if not processes.appears(self.root / f"{step}{commit.SUFFIX}"):
                     raise StorageError(f"{directory}: the first process did not publish it")
                 self.durable_step = step

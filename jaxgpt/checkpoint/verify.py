@@ -233,6 +233,7 @@ def _read(
         raise Damaged(f"{directory}: its leaves take {needed} bytes, its files hold {stored}")
     with storage_errors(str(directory)):
         limit = MAX_INTEGER if verify_files else SMALL_FILE
+        processes.check_visible([directory / file.name for file in record.files])
         commit.check_files(directory, record.files, hash_up_to=limit)
         try:
             return arrays.read(directory, leaves)

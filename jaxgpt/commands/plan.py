@@ -7,6 +7,9 @@ the packages for that are installed, unless `--analytic` says not to.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +18,11 @@ from jaxgpt.errors import ConfigError, JaxgptError
 
 if TYPE_CHECKING:
     from jaxgpt.planning.compile import Compiled
+    from jaxgpt.planning.hardware import Target
     from jaxgpt.planning.search import Candidate
 
 GB = 1e9
+MANY = 64  # devices of a slice, from which on libtpu takes minutes
 
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,12 +70,19 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compile_it(candidate: Candidate, notes: list[str]) -> Compiled | None:
-    """Return what the compiler says, or None with a note on why it says nothing."""
+    """Return what the compiler says, or None with a note on why it says nothing.
+
+    Raises ConfigError where the compiler refuses the configuration.
+    """
     from jaxgpt.planning import compile as compiler
 
-    say(f"compiling for {candidate.layout.target.name}; --analytic leaves it out")
+    target = candidate.layout.target
     try:
-        done = compiler.compile_step(candidate.cfg, candidate.layout.target)
+        with waiting(f"compiling for {target.num_devices:,} x {target.chip.kinds[0]}, "
+                     f"{usually(target)}; --analytic leaves it out"):  # fmt: skip
+            done = compiler.compile_step(candidate.cfg, target)
+    except ConfigError:
+        raise
     except JaxgptError as error:
         notes.append(f"not compiled, so this is arithmetic alone: {error}")
         return None
@@ -79,21 +91,42 @@ def compile_it(candidate: Candidate, notes: list[str]) -> Compiled | None:
     return done
 
 
+def usually(target: Target) -> str:
+    """Return in words how long compiling takes, measured on 2 cores: 22 s to 7 minutes."""
+    if target.chip.platform == "gpu":
+        return "usually less than a minute"
+    return f"usually {'2 to 7' if target.num_devices > MANY else '1 to 2'} minutes"
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Say what is waited for; on a terminal, also for how long already."""
+    say(text)
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+    columns, console = (SpinnerColumn(), TimeElapsedColumn()), Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+        bar.add_task("", total=None)
+        yield
+
+
 # Text for people.
 
 
 def plan_text(plan: dict[str, Any]) -> str:
     """Return the plan for a terminal."""
     train = plan["train"]
-    mesh = ", ".join(f"{axis} {n}" for axis, n in plan["mesh"].items() if n > 1) or "one device"
-    slow = ", ".join(f"{n} parts of {axis}" for axis, n in plan["mesh_slow"].items())
     lines = [
         plan["machine"],
-        f"{plan['parameters']:,} parameters; mesh: {mesh}"
-        + (f" (across slices or hosts: {slow})" if slow else ""),
+        f"{plan['parameters']:,} parameters; mesh: {mesh_words(plan)}",
         f"{train['global_batch']:,} rows a step, {train['accum_steps']} micro-batches of "
         f"{train['micro_batch']:,} rows, {train['tokens_per_device']:,} tokens of each on a "
         f"device; remat {remat_words(train)}",
+        plan["attention"],
         "",
         memory_text(plan),
         "",
@@ -108,6 +141,15 @@ def plan_text(plan: dict[str, Any]) -> str:
         headers = ("axis", "exchanged in a step", "over", "GB sent", "ms", "")
         lines += ["", table(headers, rows, left=(0, 1, 2, 5))]
     return "\n".join([*lines, "", time_text(plan), "", *(f"note: {n}" for n in plan["notes"])])
+
+
+def mesh_words(plan: dict[str, Any]) -> str:
+    """Return the axes of a plan or a candidate that have more than one device."""
+    words = ", ".join(f"{axis} {n}" for axis, n in plan["mesh"].items() if n > 1) or "one device"
+    if plan["rounds"] > 1:
+        words += f", {plan['rounds']} rounds"
+    slow = ", ".join(f"{n} parts of {axis}" for axis, n in plan["mesh_slow"].items())
+    return words + (f" (across slices or hosts: {slow})" if slow else "")
 
 
 def merged(transfers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,6 +183,9 @@ def memory_text(plan: dict[str, Any]) -> str:
          p["how"])
         for p in memory["parts"]
     ]  # fmt: skip
+    if unused := (plan["compiled"] or {}).get("unused_bytes", 0):
+        rows.append((f"{unused / GB:,.3f}", "reserved by the compiler, unused", "its peak",
+                     "gaps between temporaries, not in the sums below"))  # fmt: skip
     text = table(("GB/device", "for", "while", "how it is counted"), rows, left=(1, 2, 3))
     moments = ", ".join(f"{name} {size / GB:,.3f}" for name, size in memory["moments"].items())
     return f"{text}\nGB at each moment: {moments}; the {memory['peak']} needs most"
@@ -164,8 +209,7 @@ def verdict(plan: dict[str, Any]) -> list[str]:
         )
         if live := compiled["live_bytes"]:
             lines.append(
-                f"of these {live / GB:,.3f} are in use at once, {need / GB:,.3f} by arithmetic; "
-                "the rest are gaps between temporaries"
+                f"of these {live / GB:,.3f} are in use at once, {need / GB:,.3f} by arithmetic"
             )
     word = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
@@ -210,8 +254,8 @@ def time_text(plan: dict[str, Any]) -> str:
 def search_text(rows: list[dict[str, Any]]) -> str:
     """Return what a search found as a table."""
     cells = [
-        (number, ", ".join(f"{axis} {n}" for axis, n in row["mesh"].items()) or "one device",
-         row["micro_batch"], remat_words(row), f"{row['step_seconds'] * 1e3:,.1f}",
+        (number, mesh_words(row), row["micro_batch"], remat_words(row),
+         f"{row['step_seconds'] * 1e3:,.1f}",
          f"{row['mfu_ceiling']:.1%}", f"{row['device_bytes'] / 2**30:,.1f}", row["limit"])
         for number, row in enumerate(rows, 1)
     ]  # fmt: skip

@@ -96,10 +96,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.dry_run:
         return host_commands.dry_run(args, cfg)
-    host_commands.start(args)
+    # Before the others are met, as from then on each has to give signs of life.
     from jaxgpt.evaluation.perplexity import report_table
     from jaxgpt.train import train as train_run
 
+    host_commands.start(args)
     outcome = train_run(cfg, say)
     if outcome.results:
         show(args, report_table(outcome.results, outcome.baselines))

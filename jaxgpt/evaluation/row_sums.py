@@ -106,10 +106,10 @@ def _of_pipeline(
         positions=batch.positions,
         dtype=dtype,
     )
-    targets, _ = staging.at_the_end(batch.targets, rounds, shards)
-    weights, numbers = staging.at_the_end(batch.weights, rounds, shards)  # [S, rows, T]
+    targets, _ = staging.at_the_end(batch.targets, out.end.after, shards)
+    weights, numbers = staging.at_the_end(batch.weights, out.end.after, shards)  # [S, rows, T]
     losses = shards.over("stages", _losses(cfg, rest, dtype, logits_dtype))(
-        out.hidden, targets, weights
+        out.end.hidden, targets, weights
     )
     sums = jnp.stack([losses.sum(-1), weights.sum(-1)]).reshape(2, -1)
     sums = jax.lax.with_sharding_constraint(sums, replicated(mesh))

@@ -27,6 +27,7 @@ from jaxgpt.model.block_attention import (
     by_token,
     weighted,
 )
+from jaxgpt.model.dropout import Draws, seeds
 from jaxgpt.model.remat import named
 from jaxgpt.model.ring import Ring, near, ring_attention, with_keys_before
 from jaxgpt.model.shards import MeshAxes, Names, Shards, here
@@ -72,8 +73,8 @@ def attend(
 
     A token sees itself and those before it in its row; with `segment_ids` [B, T] only those of its
     own segment, with `window` w > 0 only the last w, itself included. `softcap` c > 0 replaces a
-    score s by c tanh(s / c). Dropout needs one key per row, [B]; the mask of a query depends on its
-    row's key and its index alone, so it is the same for every `impl` and every mesh. `shards` are
+    score s by c tanh(s / c). Dropout needs one key per row, [B]; whether a weight stays depends on
+    that key, its head and two positions alone: the same for every `impl` and mesh. `shards` are
     the devices, None a single one. Raises ConfigError for an `impl` that cannot do what is asked.
     """
     if dropout and dropout_keys is None:
@@ -90,7 +91,7 @@ def attend(
     seq = "seq" if split else None
     of_queries: Names = ("batch", seq, "heads", None)
     of_keys: Names = ("batch", seq, "kv_heads", None)
-    on_device = partial(_on_device, task=task, impl=choose(task, impl), num_heads=N, scale=scale)
+    on_device = partial(_on_device, task=task, impl=choose(task, impl), scale=scale)
     return shards.on_shards(
         on_device,
         (q, k, v, segment_ids, dropout_keys if dropout else None),
@@ -131,11 +132,7 @@ def choose(task: Task, wanted: Wanted | None = None) -> Impl:
     if wanted is None:
         best = _best(task)
         reason = _cannot(task, best)
-        if reason is None:
-            return best
-        if best == "ring":
-            raise ConfigError(reason)
-        return "blocks"
+        return best if reason is None else "blocks"
     if wanted not in get_args(Wanted):
         raise ConfigError(
             f"train.attention = {wanted!r}: must be auto or one of {', '.join(get_args(Wanted))}"
@@ -178,7 +175,7 @@ def _described(task: Task, wanted: Wanted | None) -> str:
     impl, best = choose(task, wanted), _best(task)
     if impl == "ring":
         if near(task.window, task.T, task.context):
-            local = "splash" if task.platform == "tpu" else "blocks"
+            local = _beside(task)
             return f"{local}, with the last {task.window - 1} keys of the devices before"
         return f"ring over {task.context} devices, each {task.T // task.context} tokens of a row"
     if impl == best == "cudnn" and task.documents:
@@ -197,12 +194,17 @@ def _best(task: Task) -> Impl:
     return {"gpu": "cudnn", "tpu": "splash"}.get(task.platform, "blocks")
 
 
+def _beside(task: Task) -> Impl:
+    """Return how a device attends to its keys and those of the devices before it."""
+    return "splash" if task.platform == "tpu" and not task.dropout else "blocks"
+
+
 def _cannot(task: Task, impl: Impl, widest: int = CUDNN_WIDTH) -> str | None:
     """Return why a task cannot be done in this way; None: it can. `widest`: head of cuDNN."""
     dropout = f"model.dropout = {task.dropout:g} would have to be 0" if task.dropout else None
     softcap = f"model.attn_softcap = {task.softcap:g} would have to be 0" if task.softcap else None
     if impl == "ring":
-        return dropout and f"{dropout} with mesh.context = {task.context}"
+        return None
     if task.context > 1:
         return f"mesh.context = {task.context} needs the ring, which auto takes"
     if impl == "splash":
@@ -241,18 +243,21 @@ def _on_device(
     *,
     task: Task,
     impl: Impl,
-    num_heads: int,
     scale: float,
 ) -> Array:
     """Return attention [b, t, n, H] of the rows, tokens and heads that one device holds."""
     limits: dict[str, Any] = {"window": task.window, "scale": scale, "softcap": task.softcap}
-    key_ids = None
+    dropped: dict[str, Any] = {}
+    if dropout_keys is not None:
+        first_head = jax.lax.axis_index(axes["heads"]) * q.shape[2] if axes["heads"] else 0
+        dropped = {"dropout": task.dropout, "draws": Draws(seeds(dropout_keys), first_head)}
+    key_ids, position = None, 0
     if impl == "ring":
         ring = Ring(axes["seq"], task.context)
         if not near(task.window, task.T, task.context):
-            return ring_attention(ring, q, k, v, segment_ids, **limits)
+            return ring_attention(ring, q, k, v, segment_ids, **limits, **dropped)
         k, v, segment_ids, key_ids = with_keys_before(ring, k, v, segment_ids, task.window)
-        impl = "splash" if task.platform == "tpu" else "blocks"
+        impl, position = _beside(task), ring.here() * q.shape[1]
     if impl == "splash":
         return kernels.splash(q, k, v, segment_ids, key_ids, **limits)
     if impl in ("cudnn", "dot_product"):
@@ -260,13 +265,12 @@ def _on_device(
         out = kernels.dot_product(
             q, k, v, segment_ids, window=task.window, scale=scale, implementation=implementation
         )
-        return named(out, "attn")
+        return out if impl == "cudnn" else named(out, "attn")
     accelerator = task.platform != "cpu"
     rows = TALL_BLOCK if accelerator else BLOCK
-    first_head = jax.lax.axis_index(axes["heads"]) * q.shape[2] if axes["heads"] else 0
     out = block_attention(
-        q, k, v, segment_ids, key_ids, **limits, dropout=task.dropout, dropout_keys=dropout_keys,
-        heads=(first_head, num_heads), rows=q.shape[1] if impl == "reference" else rows,
+        q, k, v, segment_ids, key_ids, **limits, **dropped, position=position,
+        rows=q.shape[1] if impl == "reference" else rows,
         recompute=accelerator and impl == "blocks",
     )  # fmt: skip
     return named(out, "attn")

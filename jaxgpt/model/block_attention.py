@@ -13,6 +13,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxgpt.model.dropout import Draws, keep
+
 Array = jax.Array
 
 BLOCK = 128  # query rows; on CPU 1.5 times faster than the whole matrix at T = 512, more beyond
@@ -32,25 +34,21 @@ def block_attention(
     scale: float = 0.0,
     softcap: float = 0.0,
     dropout: float = 0.0,
-    dropout_keys: Array | None = None,
-    heads: tuple[Array | int, int] | None = None,
+    draws: Draws | None = None,
+    position: Array | int = 0,
     rows: int = BLOCK,
     recompute: bool = False,
 ) -> Array:
     """Return attention [B, T, N, H], from blocks of at least `rows` queries.
 
     `segment_ids` [B, T] are those of the queries, `key_segment_ids` [B, S] of the keys (None: the
-    same). `heads` are the number of the first of these N heads and that of all heads, which dropout
-    draws for. `recompute`: the backward pass keeps no weights, and holds those of one block at a
-    time.
+    same). Dropout draws by `draws`, and by `position`, that of the first query in its row.
+    `recompute`: the backward pass keeps no weights, and holds those of one block at a time.
     """
     T, first = q.shape[1], k.shape[1] - q.shape[1]
     if key_segment_ids is None:
         key_segment_ids = segment_ids
-    weigh = partial(
-        weighted, scale=scale, softcap=softcap, dropout=dropout, dropout_keys=dropout_keys,
-        heads=heads,
-    )  # fmt: skip
+    weigh = partial(weighted, scale=scale, softcap=softcap, dropout=dropout, draws=draws)
     rows = max(rows, -(-T // MAX_BLOCKS))
     q, k, v = by_head(q, k, v)
     outputs = []
@@ -77,7 +75,8 @@ def block_attention(
             if ids is not None:
                 visible &= ids[:, :, None] == key_ids[:, None]
                 visible = visible[:, None, None]  # [B, 1, 1, t, s]
-            return weigh(q, k, v, visible, first_query=start, first_key=left)
+            places = position + start, position + left - first
+            return weigh(q, k, v, visible, places=places)
 
         parts = [q[..., start:stop, :], k[:, :, left:right], v[:, :, left:right], None, None]
         if segment_ids is not None:
@@ -96,12 +95,13 @@ def weighted(
     scale: float = 0.0,
     softcap: float = 0.0,
     dropout: float = 0.0,
-    dropout_keys: Array | None = None,
-    heads: tuple[Array | int, int] | None = None,
-    first_query: int = 0,
-    first_key: int = 0,
+    draws: Draws | None = None,
+    places: tuple[Array | int, Array | int] = (0, 0),
 ) -> Array:
-    """Return the weighted values [B, K, G, t, H] of q [B, K, G, t, H], k and v [B, K, s, H]."""
+    """Return the weighted values [B, K, G, t, H] of q [B, K, G, t, H], k and v [B, K, s, H].
+
+    `places` are the positions of the first query and of the first key in their row.
+    """
     B, K, G, t, H = q.shape
     # Products of plain matrices, the queries of a group below each other: with G and t apart,
     # XLA:CPU transposes for dK and dV, and 4 of 16 products of two layers miss oneDNN.
@@ -114,40 +114,13 @@ def weighted(
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = weights.sum(-1, keepdims=True)
     if dropout:
-        keep = _keep(dropout_keys, 1 - dropout, weights.shape, first_query, first_key, heads)
-        weights = jnp.where(keep, weights / (1 - dropout), 0.0)
+        positions = places[0] + jnp.arange(t), places[1] + jnp.arange(k.shape[2])
+        kept = keep(dropout, draws, K * G, *positions).reshape(weights.shape)
+        weights = jnp.where(kept, weights / (1 - dropout), 0.0)
     # Dividing after the product touches [t, H] instead of [t, s] numbers.
     weights = weights.astype(v.dtype).reshape(B, K, G * t, -1)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v).reshape(B, K, G, t, H)
     return (out.astype(jnp.float32) / total).astype(v.dtype)
-
-
-def _keep(
-    keys: Array,
-    share: float,
-    shape: tuple[int, ...],
-    first_query: int,
-    first_key: int,
-    heads: tuple[Array | int, int] | None,
-) -> Array:
-    """Draw which weights [B, K, G, t, s] stay, a pure function of row key, query, key and head.
-
-    Each query draws [s, all heads] from key 0 on: counter-based bits of a shorter draw are the
-    beginning of a longer one, so a block that sees fewer keys draws the same bits.
-    """
-    B, K, G, t, s = shape
-    first_head, num_heads = heads or (0, K * G)
-
-    def of_query(key: Array, index: Array) -> Array:
-        key = jax.random.fold_in(key, index)
-        keep = jax.random.bernoulli(key, share, (first_key + s, num_heads))[first_key:]
-        if num_heads == K * G:
-            return keep
-        return jax.lax.dynamic_slice_in_dim(keep, first_head, K * G, axis=1)
-
-    queries = first_query + jnp.arange(t)
-    keep = jax.vmap(lambda key: jax.vmap(partial(of_query, key))(queries))(keys)  # [B, t, s, N]
-    return keep.transpose(0, 3, 1, 2).reshape(B, K, G, t, s)
 
 
 def by_head(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:

@@ -75,7 +75,16 @@ def hidden(
     `shards` are the devices (`model.shards`), None a single one.
     """
     stream, _, cache, _ = _forward(
-        cfg, params, tokens, segment_ids, positions, cache, dtype, dropout_key, impl, shards
+        cfg,
+        params,
+        tokens,
+        cache,
+        segment_ids=segment_ids,
+        positions=positions,
+        dtype=dtype,
+        dropout_key=dropout_key,
+        impl=impl,
+        shards=shards,
     )
     out = final_norm(cfg, params, stream, dtype)
     return out if cache is None else (out, cache)
@@ -100,7 +109,16 @@ def forward(
     `weights` [B, T] are those of the loss: routers count with them; without them, None.
     """
     stream, taps, _, router = _forward(
-        cfg, params, tokens, segment_ids, positions, None, dtype, dropout_key, impl, shards, weights
+        cfg,
+        params,
+        tokens,
+        weights=weights,
+        segment_ids=segment_ids,
+        positions=positions,
+        dtype=dtype,
+        dropout_key=dropout_key,
+        impl=impl,
+        shards=shards,
     )
     finish = partial(final_norm, cfg, params, dtype=dtype)
     return Forward(finish(stream), {layer: finish(tap) for layer, tap in taps.items()}, router)
@@ -164,24 +182,20 @@ def _forward(
     cfg: ModelConfig,
     params: Params,
     tokens: Array,
-    segment_ids: Array | None,
-    positions: Array | None,
-    cache: KVCache | None,
-    dtype: DTypeLike,
-    dropout_key: Array | None,
-    impl: Impl | None,
-    shards: Shards | None,
-    weights: Array | None = None,
+    cache: KVCache | None = None,
+    **options: Any,
 ) -> tuple[Array, dict[int, Array], KVCache | None, RouterSums | None]:
-    """Return the residual stream after the last block, those of `aux_layers`, cache and sums."""
-    if cache is not None and (segment_ids is not None or dropout_key is not None):
+    """Return the residual stream after the last block, those of `aux_layers`, cache and sums.
+
+    `options` are those of `call_of`.
+    """
+    training = options["segment_ids"], options["dropout_key"]
+    if cache is not None and training != (None, None):
         raise ValueError(
             "a KV cache holds one document per row and is for inference: no "
             "segment_ids, no dropout_key"
         )
-    call, positions = call_of(
-        cfg, tokens.shape, segment_ids, positions, cache, dtype, dropout_key, impl, shards, weights
-    )
+    call, positions = call_of(cfg, tokens.shape, cache=cache, **options)
     x = embedding.embed(cfg, params, tokens, positions, call)
     x, taps, cache, router = _blocks(cfg, params.layers, x, cache, call)
     if cache is not None:
@@ -192,13 +206,14 @@ def _forward(
 def call_of(
     cfg: ModelConfig,
     shape: tuple[int, ...],
-    segment_ids: Array | None,
-    positions: Array | None,
-    cache: KVCache | None,
+    *,
     dtype: DTypeLike,
-    dropout_key: Array | None,
     impl: Impl | None,
     shards: Shards | None,
+    segment_ids: Array | None = None,
+    positions: Array | None = None,
+    cache: KVCache | None = None,
+    dropout_key: Array | None = None,
     weights: Array | None = None,
 ) -> tuple[Call, Array]:
     """Return what all blocks share for tokens of `shape` [B, T], and positions; see `hidden`."""

@@ -8,10 +8,14 @@ cuDNN, which takes documents as a bias [B, 1, T, T], one for all heads.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
+
+from jaxgpt.model.remat import named
 
 Array = jax.Array
 LANES = 128  # of a TPU's vector unit: blocks are multiples
@@ -107,12 +111,111 @@ def dot_product(
     scale: float = 0.0,
     implementation: str = "xla",
 ) -> Array:
-    """Return attention [B, T, N, H] by `jax.nn.dot_product_attention`, S = T."""
-    mask = None
-    if segment_ids is not None:
-        mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]  # [B, 1, T, S]
+    """Return attention [B, T, N, H] by `jax.nn.dot_product_attention`, S = T.
+
+    By cuDNN, `jax.vmap` makes one call of all its rows, and a backward pass needs the output and
+    the statistics of its softmax, both named "attn", but neither the mask nor the forward kernel.
+    """
+    library = functools.partial(_library, window, scale, implementation)
+    call = _kernel if implementation == "cudnn" else lambda f, *arrays: f(*arrays)
+    return call(library, q, k, v, segment_ids)
+
+
+def _library(
+    window: int, scale: float, implementation: str, q: Array, k: Array, v: Array, ids: Array | None
+) -> Array:
+    mask = None if ids is None else (ids[:, :, None] == ids[:, None])[:, None]  # [B, 1, T, S]
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, scale=scale or None,
         local_window_size=(window - 1, 0) if window else None,
         implementation=implementation,
     )  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel(f: Callable[..., Array], q: Array, k: Array, v: Array, ids: Array | None) -> Array:
+    """Return f(q, k, v, ids), the result of a kernel with a derivative of its own.
+
+    JAX 0.12 cannot map cuDNN's attention with one mask for all heads: it is never asked to.
+    """
+    return by_rows(f)(q, k, v, ids)
+
+
+def _forward(f: Callable[..., Array], *arrays: Array | None) -> tuple[Array, tuple]:
+    def run(*arrays: Array | None) -> tuple[Array, list[Array]]:
+        out, pull = _differentiated(f, *arrays)
+        kinds = _kinds(f, *arrays)
+        leaves = zip(jax.tree.leaves(pull), kinds, strict=True)
+        return out, [leaf for leaf, kind in leaves if kind == "statistic"]
+
+    out, statistics = jax.tree.map(lambda x: named(x, "attn"), by_rows(run)(*arrays))
+    return out, (*arrays, out, statistics)
+
+
+def _backward(f: Callable[..., Array], kept: tuple, grad: Array) -> tuple[Array | None, ...]:
+    def run(arrays: tuple, out: Array, statistics: list[Array], grad: Array) -> tuple[Array, ...]:
+        _, pull = _differentiated(f, *arrays)  # of its kernel nothing is used
+        leaves, structure = jax.tree.flatten(pull)
+        saved = iter(statistics)
+        for i, kind in enumerate(_kinds(f, *arrays)):
+            if kind != "again":
+                leaves[i] = out if kind == "out" else next(saved)
+        return jax.tree.unflatten(structure, leaves)(grad)
+
+    *arrays, out, statistics = kept
+    return *by_rows(run)(tuple(arrays), out, statistics, grad), None
+
+
+_kernel.defvjp(_forward, _backward)
+
+
+def _differentiated(f: Callable[..., Array], q: Array, k: Array, v: Array, ids: Any) -> tuple:
+    return jax.vjp(lambda q, k, v: f(q, k, v, ids), q, k, v)
+
+
+def _kinds(f: Callable[..., Array], *arrays: Array | None) -> list[str]:
+    """Return what each array is that the derivative of f needs.
+
+    "out", the result; "statistic", what else is made of q, k and v; "again", arguments, and what
+    is made of documents alone, as a mask.
+    """
+
+    def needed(*arrays: Array | None) -> tuple[Array, list[Array]]:
+        out, pull = _differentiated(f, *arrays)
+        return out, jax.tree.leaves(pull)
+
+    jaxpr = jax.make_jaxpr(needed)(*arrays).jaxpr
+    made = set(jaxpr.invars[:3])
+    for eqn in jaxpr.eqns:
+        if any(isinstance(v, Var) and v in made for v in eqn.invars):
+            made.update(eqn.outvars)
+    made.difference_update(jaxpr.invars)
+    out, *leaves = jaxpr.outvars
+
+    def kind(v: Any) -> str:
+        if v is out:
+            return "out"
+        return "statistic" if isinstance(v, Var) and v in made else "again"
+
+    return [kind(v) for v in leaves]
+
+
+def by_rows(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return f of arrays [B, ...], which `jax.vmap` is to call once, with all its rows.
+
+    The first axis of each argument and result is rows, which f computes one by one: the mapped
+    axis becomes part of it. Derivatives must be taken inside or around, not through it.
+    """
+    call = jax.custom_batching.custom_vmap(f)
+
+    def mapped(size: int, is_mapped: Any, *arrays: Any) -> tuple[Any, Any]:
+        def fold(x: Array, is_mapped: bool) -> Array:
+            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        out = call(*jax.tree.map(fold, arrays, tuple(is_mapped)))
+        out = jax.tree.map(lambda x: x.reshape(size, len(x) // size, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    call.def_vmap(mapped)
+    return call

@@ -8,12 +8,14 @@ those of flash attention (Dao et al. 2022, algorithm 4): weights come from the l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxgpt.model.block_attention import MASKED
+from jaxgpt.model.dropout import Draws, keep
 
 Array = jax.Array
 SCORES = 1 << 20  # of one head that are held at once: 4 MiB in float32
@@ -22,10 +24,19 @@ MIN_STRIP = 128  # rows: lower strips are slower, whatever they leave out
 
 
 class Limits(NamedTuple):
-    """What holds for all pairs: `window` in tokens and `softcap`; 0: none."""
+    """What holds for all pairs: `window` in tokens, `softcap` and `dropout`; 0: none."""
 
     window: int
     softcap: float
+    dropout: float = 0.0
+
+
+class Drawn(NamedTuple):
+    """What dropout draws for: positions in the row of the first query and key of each pair, [P]."""
+
+    draws: Draws
+    query: Array
+    key: Array
 
 
 class State(NamedTuple):
@@ -51,11 +62,13 @@ def pair(
     ids: Array | None,
     key_ids: Array | None,
     offset: Array | int | None,
+    drawn: Drawn | None = None,
 ) -> State:
     """Return the softmax of queries over keys, [P, B, K, G, t, .].
 
     `offset` (of each pair, or one for all) is the position of the first query less that of the
-    first key; None: all keys lie before all queries, and there is no window.
+    first key; None: all keys lie before all queries, and there is no window. `drawn` is for
+    dropout alone, which takes weights away from the values, not from the softmax's sum.
     """
     blocks = _blocks(q.shape[-2], k.shape[-2])
 
@@ -66,7 +79,8 @@ def pair(
         weights = jnp.exp(scores - top)
         if visible is not None:
             weights = jnp.where(visible, weights, 0.0)  # a query may see none of these keys
-        total = _product("pbkgts,pbksh->pbkgth", weights.astype(v.dtype), v)
+        kept = _dropout(limits, weights.shape, drawn, start)(weights)
+        total = _product("pbkgts,pbksh->pbkgth", kept.astype(v.dtype), v)
         return State(total, top, weights.sum(-1, keepdims=True))
 
     return jax.tree.map(_joined, jax.lax.map(one, _split(blocks, q, ids)))
@@ -83,6 +97,7 @@ def pair_gradients(
     grad: Array,
     log_sum: Array,
     delta: Array,
+    drawn: Drawn | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return what the keys of `pair` add to the gradients of q, k and v, in float32.
 
@@ -97,8 +112,9 @@ def pair_gradients(
         weights = jnp.exp(scores - log_sum)
         if visible is not None:
             weights = jnp.where(visible, weights, 0.0)
-        dv = _product("pbkgts,pbkgth->pbksh", weights.astype(v.dtype), grad)
-        of_weights = _product("pbkgth,pbksh->pbkgts", grad, v)
+        dropped = _dropout(limits, weights.shape, drawn, start)
+        dv = _product("pbkgts,pbkgth->pbksh", dropped(weights).astype(v.dtype), grad)
+        of_weights = dropped(_product("pbkgth,pbksh->pbkgts", grad, v))
         of_scores = weights * (of_weights - delta)
         if slope is not None:
             of_scores = of_scores * slope
@@ -113,12 +129,15 @@ def pair_gradients(
     return _joined(dq), dk, dv
 
 
-def triangle(limits: Limits, q: Array, k: Array, v: Array, ids: Array | None) -> State:
+def triangle(
+    limits: Limits, q: Array, k: Array, v: Array, ids: Array | None, drawn: Drawn | None = None
+) -> State:
     """Return the softmax of queries over the keys at their own positions and before, t = s."""
     found = []
     for rows, keys in _strips(limits, q.shape[-2]):
         parts = _strip(rows, keys, q, k, v, ids)
-        found.append(pair(limits, *parts, rows.start - keys.start))
+        offset = rows.start - keys.start
+        found.append(pair(limits, *parts, offset, _moved(drawn, rows.start, keys.start)))
     return jax.tree.map(lambda *strips: jnp.concatenate(strips, -2), *found)
 
 
@@ -131,13 +150,17 @@ def triangle_gradients(
     grad: Array,
     log_sum: Array,
     delta: Array,
+    drawn: Drawn | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of `triangle`; arguments as those of `pair_gradients`."""
     dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for rows, keys in _strips(limits, q.shape[-2]):
         parts = _strip(rows, keys, q, k, v, ids)
         of_rows = [x[..., rows, :] for x in (grad, log_sum, delta)]
-        dq, more_k, more_v = pair_gradients(limits, *parts, rows.start - keys.start, *of_rows)
+        dq, more_k, more_v = pair_gradients(
+            limits, *parts, rows.start - keys.start, *of_rows,
+            _moved(drawn, rows.start, keys.start),
+        )  # fmt: skip
         dqs.append(dq)
         dk, dv = dk.at[..., keys, :].add(more_k), dv.at[..., keys, :].add(more_v)
     return jnp.concatenate(dqs, -2), dk, dv
@@ -170,6 +193,23 @@ def _scores(
     if visible is not None:
         scores = jnp.where(visible, scores, MASKED)
     return scores, visible, slope
+
+
+def _dropout(
+    limits: Limits, shape: tuple[int, ...], drawn: Drawn | None, start: Array
+) -> Callable[[Array], Array]:
+    """Return dropout of weights [P, B, K, G, t, s] of the queries from `start` on."""
+    if drawn is None:
+        return lambda weights: weights
+    queries = (drawn.query + start)[:, None] + jnp.arange(shape[-2])
+    keys = drawn.key[:, None] + jnp.arange(shape[-1])
+    kept = keep(limits.dropout, drawn.draws, shape[2] * shape[3], queries, keys).reshape(shape)
+    return lambda weights: jnp.where(kept, weights / (1 - limits.dropout), 0.0)
+
+
+def _moved(drawn: Drawn | None, rows: int, keys: int) -> Drawn | None:
+    """Return the same of a part, which begins so many queries and keys later."""
+    return drawn and drawn._replace(query=drawn.query + rows, key=drawn.key + keys)
 
 
 def _product(how: str, a: Array, b: Array) -> Array:

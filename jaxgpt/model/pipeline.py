@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model import embedding, gpt, remat
 from jaxgpt.model.attention import Impl
-from jaxgpt.model.blocks import block
+from jaxgpt.model.blocks import Call, block
 from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import LayerParams, Params
 from jaxgpt.model.shards import Shards
 from jaxgpt.model.staging import BELT, STREAM, at, collect, merge, on_belt, shift
-from jaxgpt.model.turns import Plan, plan
+from jaxgpt.model.turns import Plan, Tap, plan, tap
 
 Array = jax.Array
 
@@ -37,10 +38,18 @@ MOVES = {
 }  # fmt: skip
 
 
-class Output(NamedTuple):
-    """What comes out of a pipeline, as it lies at the stages."""
+class End(NamedTuple):
+    """What the head is applied to, as it lies at the stages."""
 
-    hidden: Array  # [S, rows, T, D], what the head is applied to, in the order of `at_the_end`
+    hidden: Array  # [S, rows, T, D], in the order of `staging.at_the_end`
+    after: np.ndarray  # [S, q], the micro-batch on each place; -1: none
+
+
+class Output(NamedTuple):
+    """What comes out of a pipeline."""
+
+    end: End
+    taps: dict[int, End]  # of `cfg.aux_layers` (from 1), if asked for
     router: RouterSums | None  # sums over the update, leaves [L, ...]; None for dense MLPs
 
 
@@ -68,19 +77,26 @@ def forward(
     dtype: DTypeLike = jnp.float32,
     dropout_key: Array | None = None,
     impl: Impl | None = None,
+    taps: bool = False,
 ) -> Output:
     """Return what `gpt.forward` does of each of A micro-batches, tokens [A, B, T].
 
     `params` without its layers, which are `layers`, from `place` and `cast`. The gradient of these
     is that of `sink`, which is alike and whose values do not matter: it is summed over turns in the
     dtype of the sink. The other arguments are those of `gpt.forward` with an axis A before theirs;
-    `dropout_key` [A, B], one per row.
+    `dropout_key` [A, B], one per row. With `taps`, what the blocks of `cfg.aux_layers` have
+    computed is laid on belts of its own, so that all stages compute losses of it, too.
     """
     S = shards.split("stages")
+    of_part = cfg.num_layers // (S * rounds)
+    blocks = cfg.aux_layers if taps else ()
+    where = {block: divmod(block - 1, of_part) for block in blocks}  # part, and layer of it
+    times = {block: tap(len(tokens), S, rounds, part) for block, (part, _) in where.items()}
+    stops = tuple(sorted({layer + 1 for _, layer in where.values()}))
     steps = plan(len(tokens), S, rounds)
     rows = _Rows(weights, segment_ids, positions, dropout_key)
     belt = _embeddings(cfg, params, tokens, rows, steps, dtype, impl, shards)
-    stage = functools.partial(_stage, cfg, rows, dtype=dtype, impl=impl)
+    stage = functools.partial(_stage, cfg, rows, dtype=dtype, impl=impl, stops=stops)
     if cfg.remat == "full":
         stage = _again(stage, remat.policy(cfg, shards.platform))
     stages = shards.over("stages", stage)
@@ -93,8 +109,15 @@ def forward(
         moved = jnp.where(of.fresh | of.done, moved, at(belt, of.column))
         return jax.lax.dynamic_update_index_in_dim(belt, moved, of.column, 1)
 
-    def turn(carry: tuple, of: Plan) -> tuple[tuple, RouterSums | None]:
-        belt, out, waiting, number = carry
+    def tap_step(belt: Array, x: Array, of: Tap) -> Array:
+        """Put what a stage has computed on a belt, and move it on."""
+        here = (jnp.arange(S) == of.stage).reshape(S, 1, 1, 1)
+        moved = shift(jnp.where(here, x, at(belt, of.column)), -1, shards)
+        moved = jnp.where(of.taken, moved, at(belt, of.column))
+        return jax.lax.dynamic_update_index_in_dim(belt, moved, of.column, 1)
+
+    def turn(carry: tuple, each: tuple[Plan, dict[int, Tap]]) -> tuple[tuple, RouterSums | None]:
+        (belt, out, waiting, number, tapped), (of, taken) = carry, each
         arrived = shift(out, 1, shards)
         entering = arrived
         if steps.wait:
@@ -108,19 +131,38 @@ def forward(
         # Selected, so that neither values nor gradients of turns without work go anywhere.
         x = shards.constrain(jnp.where(busy.reshape(S, 1, 1, 1), x, 0), STREAM)
         number_of = jnp.arange(S) + of.round * S
-        out, router = stages(layers, sink, x, jnp.maximum(of.micro, 0), of.round, number_of, busy)
-        return (belt, shards.constrain(out, STREAM), waiting, number + 1), router
+        out, inner, router = stages(
+            layers, sink, x, jnp.maximum(of.micro, 0), of.round, number_of, busy
+        )
+        tapped = {
+            block: tap_step(belt, inner[where[block][1] + 1], taken[block])
+            for block, belt in tapped.items()
+        }
+        return (belt, shards.constrain(out, STREAM), waiting, number + 1, tapped), router
 
     out = shards.constrain(jnp.zeros((S, *belt.shape[2:]), belt.dtype), STREAM)
     waiting = jnp.zeros((S, steps.wait, *out.shape[1:]), out.dtype)
     waiting = shards.constrain(waiting, BELT)
     turns = steps._replace(wait=None, before=None, after=None)
-    each = jax.tree.map(lambda x: x[: len(steps.micro)], turns)
-    (belt, out, _, _), sums = jax.lax.scan(turn, (belt, out, waiting, 0), each)
+    N = len(steps.micro)
+    each = jax.tree.map(lambda x: x[:N], turns)
+    taken = {
+        block: of._replace(stage=np.full(N, of.stage), after=None) for block, of in times.items()
+    }
+    # Places that stay empty hold what can be normalised.
+    tapped = {
+        block: jax.lax.stop_gradient(belt[:, : of.after.shape[1]]) for block, of in times.items()
+    }
+    carry = (belt, out, waiting, 0, tapped)
+    (belt, out, _, _, tapped), sums = jax.lax.scan(turn, carry, (each, taken))
     final = turns._replace(fresh=steps.fresh[-1], done=steps.done[-1], column=steps.column[-1])
     belt = belt_step(belt, shift(out, 1, shards), final)
-    hidden = gpt.final_norm(cfg, params, merge(belt, shards), dtype)
-    return Output(hidden, _router_sums(cfg, steps, rounds, sums))
+
+    def end(belt: Array, after: np.ndarray) -> End:
+        return End(gpt.final_norm(cfg, params, merge(belt, shards), dtype), after)
+
+    ends = {block: end(belt, times[block].after) for block, belt in tapped.items()}
+    return Output(end(belt, steps.after), ends, _router_sums(cfg, steps, rounds, sums))
 
 
 def _stage(
@@ -137,13 +179,14 @@ def _stage(
     *,
     dtype: DTypeLike,
     impl: Impl | None,
-) -> tuple[Array, RouterSums | None]:
-    """Return x [B, T, D] after the layers of one stage in one round, and their router sums."""
+    stops: tuple[int, ...],
+) -> tuple[Array, dict[int, Array], RouterSums | None]:
+    """Return x [B, T, D] after the layers of one stage in one round, and their router sums.
+
+    In between x after so many of the layers, for all `stops`.
+    """
     rows = _rows_of(rows, micro, shards)
-    call, _ = gpt.call_of(
-        cfg, x.shape[:2], rows.segment_ids, rows.positions, None, dtype, rows.keys, impl, shards,
-        rows.weights,
-    )  # fmt: skip
+    call, _ = _call_of(cfg, rows, x.shape[:2], dtype, impl, shards)
     rounds, count = jax.tree.leaves(layers)[0].shape[:2]
     of_round = lambda w: w[0] if rounds == 1 else at(w, round_, axis=0)  # noqa: E731
 
@@ -160,9 +203,35 @@ def _stage(
         keep = remat.policy(cfg, shards.platform) if full else _all_but_moves
         run = jax.checkpoint(run, prevent_cse=False, static_argnums=3, policy=keep)
     each = (jnp.arange(count), jax.tree.map(of_round, sink))
-    x, sums = gpt.scan_layers(cfg, run, x, each, 0, count, part * count)
+    inner, sums, start = {}, [], 0
+    for stop in sorted({*stops, count}):
+        x, found = gpt.scan_layers(cfg, run, x, each, start, stop, part * count)
+        inner[stop], start = x, stop
+        sums += found
+    inner = {stop: inner[stop] for stop in stops}
     router = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums)
-    return x, jax.tree.map(lambda leaf: jnp.where(busy, leaf, 0), router)
+    return x, inner, jax.tree.map(lambda leaf: jnp.where(busy, leaf, 0), router)
+
+
+def _call_of(
+    cfg: ModelConfig,
+    rows: _Rows,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    impl: Impl | None,
+    shards: Shards,
+) -> tuple[Call, Array]:
+    return gpt.call_of(
+        cfg,
+        shape,
+        weights=rows.weights,
+        segment_ids=rows.segment_ids,
+        positions=rows.positions,
+        dropout_key=rows.keys,
+        dtype=dtype,
+        impl=impl,
+        shards=shards,
+    )
 
 
 def _all_but_moves(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -196,10 +265,7 @@ def _embeddings(
     def of_stage(shards: Shards, arrays: tuple[Array, _Rows]) -> Array:
         def of_micro_batch(arrays: tuple[Array, _Rows]) -> Array:
             tokens, rows = arrays
-            call, positions = gpt.call_of(
-                cfg, tokens.shape, rows.segment_ids, rows.positions, None, dtype, rows.keys, impl,
-                shards,
-            )  # fmt: skip
+            call, positions = _call_of(cfg, rows, tokens.shape, dtype, impl, shards)
             return embedding.embed(cfg, params, tokens, positions, call)
 
         return jax.vmap(of_micro_batch)(arrays)

@@ -25,7 +25,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxgpt.model.block_attention import by_head, by_token
+from jaxgpt.model.dropout import Draws
 from jaxgpt.model.pairs import (
+    Drawn,
     Limits,
     State,
     merge,
@@ -66,10 +68,13 @@ def ring_attention(
     window: int,
     scale: float,
     softcap: float,
+    dropout: float = 0.0,
+    draws: Draws | None = None,
 ) -> Array:
     """Return attention [B, T / C, N, H] of this device's tokens, in natural order like q, k and v.
 
-    q [B, T / C, N, H], k and v [B, T / C, K, H], segment_ids [B, T / C]; T / C is even.
+    q [B, T / C, N, H], k and v [B, T / C, K, H], segment_ids [B, T / C]; T / C is even. Dropout
+    draws what one device would: its masks depend on positions in the row.
     """
     q = q * jnp.asarray(scale or q.shape[-1] ** -0.5, q.dtype)
     q, k, v = by_head(q, k, v)
@@ -77,7 +82,7 @@ def ring_attention(
     q, k, v = halves(q, -2), halves(k, -2), halves(v, -2)
     if segment_ids is not None:
         segment_ids = halves(segment_ids, -1)
-    out = _ring(ring, Limits(window, softcap), q, k, v, segment_ids)
+    out = _ring(ring, Limits(window, softcap, dropout), q, k, v, segment_ids, draws)
     return by_token(_swapped_back(ring, out, -2))
 
 
@@ -143,27 +148,44 @@ class _Turn(NamedTuple):
 
     earlier: Array  # bool: those keys' early half comes before this device's
     offsets: Array | None  # [2]: first query less first key, in tokens; only with a window
+    drawn: Drawn | None  # for dropout
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _ring(
-    ring: Ring, limits: Limits, q: Array, k: Array, v: Array, segment_ids: Array | None
+    ring: Ring,
+    limits: Limits,
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array | None,
+    draws: Draws | None,
 ) -> Array:
-    return _forward(ring, limits, q, k, v, segment_ids)[0]
+    return _forward(ring, limits, q, k, v, segment_ids, draws)[0]
 
 
 def _forward(
-    ring: Ring, limits: Limits, q: Array, k: Array, v: Array, ids: Array | None
+    ring: Ring,
+    limits: Limits,
+    q: Array,
+    k: Array,
+    v: Array,
+    ids: Array | None,
+    draws: Draws | None,
 ) -> tuple[Array, tuple]:
     travel = ring.send((k, v, ids), _next)  # on its way while the device attends to itself
-    early, late = _parts(triangle(limits, q, k, v, ids))
-    own = pair(limits, q[1:], k[:1], v[:1], _at(ids, 1), _at(ids, 0), _own_offset(ring, limits, q))
+    halves = _halves(ring, ring.here(), q)
+    early, late = _parts(triangle(limits, q, k, v, ids, _drawn(draws, halves, halves)))
+    own = pair(
+        limits, q[1:], k[:1], v[:1], _at(ids, 1), _at(ids, 0), _own_offset(ring, limits, q),
+        _drawn(draws, halves[1:], halves[:1]),
+    )  # fmt: skip
     late = merge(late, _parts(own)[0])
 
     def turn(state: tuple[State, State], step: Array | int, keys: tuple) -> tuple[State, State]:
         early, late = state
-        now = _turn(ring, limits, step, q)
-        found = pair(limits, *_chosen(now, q, *keys, ids), now.offsets)
+        now = _turn(ring, limits, step, q, draws)
+        found = pair(limits, *_chosen(now, q, *keys, ids), now.offsets, now.drawn)
         always, other = _parts(found)
         late = merge(late, always)
         joined = merge(_where(now.earlier, early, late), other)
@@ -180,27 +202,30 @@ def _forward(
     state = jax.tree.map(lambda *halves: jnp.stack(halves), *state)
     out = checkpoint_name((state.total / state.weight).astype(q.dtype), "attn")
     log_sum = checkpoint_name(state.top + jnp.log(state.weight), "attn")
-    return out, (q, k, v, ids, out, log_sum)
+    return out, (q, k, v, ids, draws, out, log_sum)
 
 
 def _backward(ring: Ring, limits: Limits, kept: tuple, grad: Array) -> tuple:
-    q, k, v, ids, out, log_sum = kept
+    q, k, v, ids, draws, out, log_sum = kept
     travel = ring.send((k, v, ids), _next)
     delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
-    dq, dk, dv = triangle_gradients(limits, q, k, v, ids, grad, log_sum, delta)
+    halves = _halves(ring, ring.here(), q)
+    dq, dk, dv = triangle_gradients(
+        limits, q, k, v, ids, grad, log_sum, delta, _drawn(draws, halves, halves)
+    )
     own_q, own_k, own_v = pair_gradients(
         limits, q[1:], k[:1], v[:1], _at(ids, 1), _at(ids, 0), _own_offset(ring, limits, q),
-        grad[1:], log_sum[1:], delta[1:],
+        grad[1:], log_sum[1:], delta[1:], _drawn(draws, halves[1:], halves[:1]),
     )  # fmt: skip
     dq = dq.at[1].add(own_q[0])
     dk, dv = dk.at[0].add(own_k[0]), dv.at[0].add(own_v[0])
 
     def turn(dq: Array, dkv: tuple, step: Array | int, keys: tuple) -> tuple[Array, tuple]:
         dkv = ring.send(dkv, _next)  # follows its keys, on its way while more is computed
-        now = _turn(ring, limits, step, q)
+        now = _turn(ring, limits, step, q, draws)
         chosen = [_queries(now, x) for x in (grad, log_sum, delta)]
         pairs = _chosen(now, q, *keys, ids)
-        more_q, *more = pair_gradients(limits, *pairs, now.offsets, *chosen)
+        more_q, *more = pair_gradients(limits, *pairs, now.offsets, *chosen, now.drawn)
         dq = dq + _spread(now, more_q, 1)
         return dq, tuple(x + _spread(now, y, 0) for x, y in zip(dkv, more, strict=True))
 
@@ -213,7 +238,7 @@ def _backward(ring: Ring, limits: Limits, kept: tuple, grad: Array) -> tuple:
     (dq, dkv, travel), _ = jax.lax.scan(body, (dq, (dk, dv), travel), steps)
     dq, dkv = turn(dq, dkv, ring.parts - 1, travel)
     dk, dv = ring.send(dkv, _next)  # home
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
 _ring.defvjp(_forward, _backward)
@@ -223,15 +248,24 @@ def _next(d: int) -> int:
     return d + 1
 
 
-def _turn(ring: Ring, limits: Limits, step: Array | int, q: Array) -> _Turn:
+def _turn(ring: Ring, limits: Limits, step: Array | int, q: Array, draws: Draws | None) -> _Turn:
     """Return what to do with the keys that come `step` devices round the ring."""
     here = ring.here()
     there = (here - step) % ring.parts
-    if not limits.window:
-        return _Turn(there < here, None)
-    last, length = 2 * ring.parts - 1, q.shape[-2]
-    # late - early; early - early, or late - late: last - here - (last - there)
-    return _Turn(there < here, length * jnp.stack([last - here - there, abs(here - there)]))
+    now = _Turn(there < here, None, None)
+    queries = _queries(now, _halves(ring, here, q))
+    keys = _keys(now, _halves(ring, there, q))
+    offsets = queries - keys if limits.window else None
+    return now._replace(offsets=offsets, drawn=_drawn(draws, queries, keys))
+
+
+def _halves(ring: Ring, device: Array, q: Array) -> Array:
+    """Return the positions in the row of the first tokens of a device's half chunks, [2]."""
+    return q.shape[-2] * jnp.stack([device, 2 * ring.parts - 1 - device])
+
+
+def _drawn(draws: Draws | None, queries: Array, keys: Array) -> Drawn | None:
+    return None if draws is None else Drawn(draws, queries, keys)
 
 
 def _own_offset(ring: Ring, limits: Limits, q: Array) -> Array | None:

@@ -19,7 +19,6 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.model import params as parameters
 from jaxgpt.model.params import LayerParams
 from jaxgpt.model.shards import MeshAxes, Names, Shards
-from jaxgpt.model.turns import plan
 
 Array = jax.Array
 
@@ -129,12 +128,12 @@ def _weight_backward(shards: Shards, names: Names, saved: Any, grad: Array) -> t
 _weight.defvjp(_weight_forward, _weight_backward)
 
 
-def at_the_end(x: Array, rounds: int, shards: Shards) -> tuple[Array, np.ndarray]:
-    """Return x [A, B, ...] in the order of `Output.hidden`, [S, rows, ...], and which row is which.
+def at_the_end(x: Array, after: np.ndarray, shards: Shards) -> tuple[Array, np.ndarray]:
+    """Return x [A, B, ...] as results lie at last, [S, rows, ...], and which row is which.
 
-    The second is the number m B + i of each row, [S, rows]; -1 where no micro-batch has ended up.
+    `after` [S, q] is `End.after`. The second is the number m B + i of each row, [S, rows]; -1 where
+    no micro-batch has ended up.
     """
-    after = plan(len(x), shards.split("stages"), rounds).after
     B, n = x.shape[1], _parts(x.shape[1], shards)
     rows = np.where(after[..., None] < 0, -1, after[..., None] * B + np.arange(B))  # [S, q, B]
     rows = rows.reshape(*after.shape, n, -1).swapaxes(1, 2).reshape(len(after), -1)

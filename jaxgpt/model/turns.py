@@ -76,6 +76,29 @@ def plan(micro_batches: int, stages: int, rounds: int) -> Plan:
     return Plan(micro[:N], round_[:N].clip(0), fresh, done, column, late, wait, before, results)
 
 
+class Tap(NamedTuple):
+    """When what one stage has computed in one round is laid on a belt of results alone."""
+
+    stage: int
+    taken: np.ndarray  # [N], after these turns
+    column: np.ndarray  # [N], on these places, which then move on
+    after: np.ndarray  # [S, q], the micro-batch on each place at last; -1: none
+
+
+@functools.cache
+def tap(micro_batches: int, stages: int, rounds: int, part: int) -> Tap:
+    """Return when the micro-batches of a `plan` leave a part of the layers, of S R parts."""
+    p, (round_, stage) = plan(micro_batches, stages, rounds), divmod(part, stages)
+    taken = (p.micro[:, stage] >= 0) & (p.round[:, stage] == round_)
+    after = np.full((stages, -(-micro_batches // stages)), -1)
+    column = np.zeros(len(taken), np.int32)
+    for step, turn in enumerate(np.flatnonzero(taken)):
+        c = column[turn] = step % after.shape[1]  # of S steps of a column none meets another
+        after[stage, c] = p.micro[turn, stage]
+        after[:, c] = np.roll(after[:, c], -1)
+    return Tap(stage, taken, column, after)
+
+
 def describe(micro_batches: int, stages: int, rounds: int) -> str:
     """Return one line on the turns of an update, and the share of them that is lost."""
     p = plan(micro_batches, stages, rounds)

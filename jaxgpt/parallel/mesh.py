@@ -74,28 +74,36 @@ def slow_sizes(cfg: MeshConfig, sizes: Mapping[str, int], num_slices: int) -> di
     return {axis: slow.get(axis, 1) for axis in sizes}
 
 
-def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    cfg: MeshConfig, devices: Sequence[jax.Device] | None = None, *, apart: str = "slice_index"
+) -> Mesh:
     """Return the mesh over `devices` (default: all devices of all processes).
 
-    Neighbours in `tensor`, then `context`, are placed on the fastest links. Raises ConfigError as
-    `axis_sizes` and `slow_sizes` do.
+    Neighbours in `tensor`, then `context`, are placed on the fastest links. `apart`: what differs
+    between slices; "process_index" for GPUs that are only compiled for, of which JAX says no slice.
+    Raises ConfigError as `axis_sizes` and `slow_sizes` do.
     """
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(cfg, len(devices))
-    slices = {getattr(device, "slice_index", 0) for device in devices}
+    slices = {getattr(device, apart, 0) for device in devices}
     slow = slow_sizes(cfg, sizes, len(slices))
     types = (AxisType.Auto,) * len(AXES)
     if len(slices) == 1:
         return jax.make_mesh(tuple(sizes.values()), AXES, types, devices=devices)
-    return Mesh(arrange(devices, sizes, slow), AXES, axis_types=types)
+    return Mesh(arrange(devices, sizes, slow, apart), AXES, axis_types=types)
 
 
 def arrange(
-    devices: Sequence[jax.Device], sizes: Mapping[str, int], slow: Mapping[str, int]
+    devices: Sequence[jax.Device],
+    sizes: Mapping[str, int],
+    slow: Mapping[str, int],
+    apart: str = "slice_index",
 ) -> np.ndarray:
-    """Return devices of several slices as an array of `sizes`; see `slow_sizes`."""
+    """Return devices of several slices as an array of `sizes`; see `slow_sizes`, `make_mesh`."""
     fast = [sizes[axis] // slow[axis] for axis in sizes]
-    return mesh_utils.create_hybrid_device_mesh(fast, [slow[axis] for axis in sizes], devices)
+    return mesh_utils.create_hybrid_device_mesh(
+        fast, [slow[axis] for axis in sizes], devices, process_is_granule=apart == "process_index"
+    )
 
 
 def batch_shards(mesh: Mesh | None) -> int:
@@ -134,8 +142,6 @@ def _pipeline(sizes: Mapping[str, int], cfg: Config) -> Iterator[str]:
         return
     if not m.stacked:
         yield f"mesh.stage = {stage}: needs model.stacked = true"
-    if m.aux_layers:
-        yield f"mesh.stage = {stage}: model.aux_layers must be empty"
     if m.num_layers % (stage * rounds):
         yield (
             f"model.num_layers = {m.num_layers}: must be a multiple of mesh.stage x mesh.rounds = "
@@ -159,9 +165,18 @@ def _pipeline(sizes: Mapping[str, int], cfg: Config) -> Iterator[str]:
 
 def check_run(mesh: Mesh, cfg: Config) -> None:
     """Raise ConfigError unless model and batches of all sizes divide over the mesh."""
-    for rows, key in ramp.batch_sizes(cfg.train).items():
-        check_batch(mesh, rows, cfg.train.micro_batch or rows, key)
-    check_model(mesh.shape, cfg)
+    check_sizes(mesh.shape, cfg, _processes(mesh))
+
+
+def check_sizes(sizes: Mapping[str, int], cfg: Config, processes: int = 1) -> None:
+    """Raise ConfigError, with all reasons, unless model and batches divide over axes of `sizes`."""
+    rows = (
+        problem
+        for rows, key in ramp.batch_sizes(cfg.train).items()
+        for problem in _rows(sizes, rows, cfg.train.micro_batch or rows, key, processes)
+    )
+    if problems := [*dict.fromkeys(rows), *_undivided(sizes, cfg), *_pipeline(sizes, cfg)]:
+        raise ConfigError(*problems)
 
 
 def check_batch(
@@ -172,26 +187,32 @@ def check_batch(
     The message names the numbers, by the `key` that asks for so many rows, and the nearest sizes
     that would work; nothing is ever rounded.
     """
-    shards = batch_shards(mesh)
-    processes = len({device.process_index for device in mesh.devices.flat})
-    problems = []
+    problems = [*_rows(mesh.shape, global_batch, micro_rows, key, _processes(mesh))]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _processes(mesh: Mesh) -> int:
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def _rows(
+    sizes: Mapping[str, int], global_batch: int, micro_rows: int, key: str, processes: int
+) -> Iterator[str]:
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
     if micro_rows < 1 or global_batch % micro_rows:
-        problems.append(
-            f"{key} = {global_batch} is not a multiple of train.micro_batch = {micro_rows}"
-        )
+        yield f"{key} = {global_batch} is not a multiple of train.micro_batch = {micro_rows}"
     if micro_rows % shards:
         name = key if micro_rows == global_batch else "train.micro_batch"
         axes = " x ".join(
-            f"mesh.{axis} {mesh.shape[axis]}"
+            f"mesh.{axis} {sizes[axis]}"
             for axis in BATCH_AXES
-            if axis != "expert" or mesh.shape[axis] > 1
+            if axis != "expert" or sizes[axis] > 1
         )
-        problems.append(
+        yield (
             f"{name} = {micro_rows} rows do not divide over {shards} devices "
             f"({axes}){_over(processes)}; nearest: {_nearest(micro_rows, shards)}"
         )
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _nearest(number: int, divisor: int) -> str:

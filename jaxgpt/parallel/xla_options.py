@@ -52,6 +52,11 @@ PRESETS = (
     Option("tpu", "", 2, "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter", True,
            "or gradients over all chips of a torus are summed whole on each: twice the bytes (seen "
            "in programs for 2x2x2 and 2x2x4 chips of v5p and 4x4 of v6e)"),
+    Option("tpu", "", 2, "xla_tpu_use_minor_sharding_for_major_trivial_input", True,
+           "or the gradient of the head [V, D], split over D in parts of under 128, is summed "
+           "whole on each (seen for 16x16 chips of v6e and 4x8x8 of v5p)"),
+    Option("tpu", "", 2, "xla_tpu_relayout_group_size_threshold_for_reduce_scatter", 1,
+           "the same for the MLP's second matrix, over 64 of 4x8x8 chips of v5p"),
     Option("gpu", "", 2, "xla_gpu_enable_latency_hiding_scheduler", True,
            "gathers of the next layer run beside this one (GPU performance tips of JAX)"),
 )  # fmt: skip

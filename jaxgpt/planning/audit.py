@@ -21,8 +21,12 @@ BEGIN = "jaxgpt: compiling the train step"
 INVOLUNTARY = re.compile(r"[Ii]nvoluntary full rematerialization.*")
 # Name of an attention implementation -> what stands in the text for it.
 KERNELS = {"splash": "splash", "cudnn": "__cudnn$fmha"}
+# Chips of the smallest torus with rings along three dimensions, 4x4x4.
+TORUS = 64
 # Smaller exchanges are sums of losses and counters, not gradients.
 SMALL = 64 * 1024
+# A layer's share of a parameter; biases of heads [N, H] are smaller, and whole by rule.
+LARGE = 2**20
 # These name a buffer that another instruction has made.
 PASS_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call"}
 
@@ -66,6 +70,7 @@ class Facts(NamedTuple):
     chunk_tokens: int
     kernels: tuple[str, ...]  # what stands in the text for each attention kernel
     platform: str
+    losses: int = 1  # per micro-batch: of the last layer, and of those of `model.aux_layers`
 
     @property
     def state_bytes(self) -> int:
@@ -74,8 +79,16 @@ class Facts(NamedTuple):
 
     @property
     def matrices(self) -> tuple[Leaf, ...]:
-        """Return the parameters that are matrices, per layer."""
-        stacked = [leaf for leaf in self.leaves if leaf.path.startswith("params/")]
+        """Return the parameters that are matrices, per layer.
+
+        Without learned positions, which are added in float32, so gathered and summed so: 6.6 MB
+        at GPT-2 XL.
+        """
+        stacked = [
+            leaf
+            for leaf in self.leaves
+            if leaf.path.startswith("params/") and leaf.path != "params/pos_embed"
+        ]
         return tuple(leaf for leaf in stacked if len(leaf.shape) - self.is_stacked(leaf) >= 2)
 
     def is_stacked(self, leaf: Leaf) -> bool:
@@ -84,12 +97,13 @@ class Facts(NamedTuple):
 
     @property
     def smallest_matrix(self) -> int:
-        """Return the elements that a device holds of the smallest weight matrix of one layer."""
-        sizes = (
-            math.prod(leaf.local) // (leaf.local[0] if self.is_stacked(leaf) else 1)
-            for leaf in self.matrices
-        )
-        return min(sizes, default=0)
+        """Return the elements that a device holds of a layer's smallest matrix that is split."""
+        split = [leaf for leaf in self.matrices if leaf.local != leaf.shape]
+        return min(map(self.layer_size, split), default=0)
+
+    def layer_size(self, leaf: Leaf) -> int:
+        """Return the elements that a device holds of a parameter, of one layer if of several."""
+        return math.prod(leaf.local) // (leaf.local[0] if self.is_stacked(leaf) else 1)
 
 
 def facts(
@@ -113,6 +127,7 @@ def facts(
         chunk_tokens=chunk_tokens,
         kernels=tuple(sorted(KERNELS[name] for name in attention if name in KERNELS)),
         platform=platform,
+        losses=1 + len(cfg.model.aux_layers),
     )
 
 
@@ -123,8 +138,10 @@ def findings(
     return (
         *full_logits(program, known),
         *not_donated(program, known),
+        *not_split(known),
         *gathered_stacks(found, known),
         *gathered_float32(found, known),
+        *gathered_often(found, known),
         *reduced_whole(found, known),
         *data_in_micro_batches(found, known),
         *missing_kernel(program, known),
@@ -172,6 +189,19 @@ def not_donated(program: hlo.Program, known: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def not_split(known: Facts) -> Iterator[Finding]:
+    """Find parameters that each device holds whole, though fsdp or expert should split them."""
+    if known.mesh.get("fsdp", 1) * known.mesh.get("expert", 1) == 1:
+        return
+    for leaf in known.matrices:
+        size = leaf.local_bytes // (leaf.local[0] if known.is_stacked(leaf) else 1)
+        if leaf.local == leaf.shape and size > LARGE:
+            yield Finding(
+                "not_split", leaf.path, leaf.local_bytes, (),
+                f"{leaf.path} {list(leaf.shape)}: whole on each device, {_size(leaf.local_bytes)}",
+            )  # fmt: skip
+
+
 def gathered_stacks(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
     """Find all-gathers of a parameter of all layers at once, where a layer at a time would do."""
     if known.num_layers < 2:
@@ -204,13 +234,33 @@ def gathered_float32(found: Sequence[Collective], known: Facts) -> Iterator[Find
             yield _exchange("gathered_float32", one, "gathers a float32 weight; cast it first")
 
 
+def gathered_often(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
+    """Find weights that are gathered more often than each pass of a micro-batch needs them.
+
+    See `_passes`; never once per chunk of the loss. Weights of one size are counted together; a
+    pipeline's stages pass more often, so theirs are not counted.
+    """
+    for size, gathers in _by_size(found, known).items():
+        of_size = [leaf for leaf in known.matrices if known.layer_size(leaf) == size]
+        if known.mesh.get("stage", 1) > 1 and any("/layers" in leaf.path for leaf in of_size):
+            continue
+        most = known.micro_batches * sum(_passes(leaf, known) for leaf in of_size)
+        if (runs := sum(one.runs for one in gathers)) > most:
+            names = ", ".join(leaf.path.removeprefix("params/") for leaf in of_size)
+            worst = max(gathers, key=lambda one: one.bytes_per_step)
+            what = f"{names} gathered {runs} times a step, {most} would do"
+            yield _exchange("gathered_often", worst, what)
+
+
 def reduced_whole(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
     """Find gradients of split weights that every device gets whole: twice the bytes, and memory.
 
-    XLA:CPU knows no other way.
+    XLA:CPU knows no other way. libtpu also gathers weights so, as sums with zeros, over all chips
+    of a 3-D torus (seen for 4x4x4 and larger; not over two of its dimensions).
     """
     if known.platform == "cpu":
         return
+    everything = math.prod(known.mesh.values())
     for one in found:
         if (
             one.kind == "all-reduce"
@@ -218,7 +268,13 @@ def reduced_whole(found: Sequence[Collective], known: Facts) -> Iterator[Finding
             and _count(one) >= known.smallest_matrix * one.group
             and one.whole_bytes > SMALL
         ):
-            yield _exchange("reduced_whole", one, "all-reduces what should be reduce-scattered")
+            what = "all-reduces what should be gathered or reduce-scattered"
+            if known.platform == "tpu" and one.group == everything >= TORUS:
+                what += (
+                    "; over all of a 3-D torus libtpu always does, but not where mesh.data or "
+                    "mesh.tensor takes one of its dimensions"
+                )
+            yield _exchange("reduced_whole", one, what)
 
 
 def data_in_micro_batches(found: Sequence[Collective], known: Facts) -> Iterator[Finding]:
@@ -280,6 +336,33 @@ def kernels(program: hlo.Program) -> dict[str, int]:
 def _over_weights(one: Collective, known: Facts) -> bool:
     """Tell whether an exchange is over an axis that splits weights as well as the batch."""
     return any(axis in one.axes for axis in ("fsdp", "expert"))
+
+
+def _by_size(found: Sequence[Collective], known: Facts) -> dict[int, list[Collective]]:
+    """Return the all-gathers of weights, by the elements that a device held of the weight."""
+    sizes = {
+        known.layer_size(leaf)
+        for leaf in known.matrices
+        if leaf.local != leaf.shape and leaf.local_bytes > SMALL
+    }
+    result: dict[int, list[Collective]] = {}
+    for one in found:
+        if one.kind == "all-gather" and _over_weights(one, known) and "f" in one.dtype:
+            held = _count(one) // one.group
+            if held in sizes:
+                result.setdefault(held, []).append(one)
+    return result
+
+
+def _passes(leaf: Leaf, known: Facts) -> int:
+    """Return how many times a parameter is needed whole for a micro-batch.
+
+    A block's forward, recomputed and backward (libtpu keeps an MLP's matrices for the third, but
+    not attention's); all others once per loss, as the head's gradient is made with its logits.
+    """
+    if "/layers" in leaf.path:
+        return 3 * (known.num_layers if known.is_stacked(leaf) else 1)
+    return known.losses
 
 
 def _gathers(one: Collective, leaf: Leaf, known: Facts) -> bool:

@@ -112,15 +112,12 @@ def tpu_topology(topology: str, slices: int) -> tuple[str, dict[str, Any]]:
 
 
 def refusal(message: str) -> dict[str, Any]:
-    """Return the answer that a compiler's error is: does_not_fit, refused or failed."""
+    """Return the answer that a compiler's error is: does_not_fit or failed."""
     if sizes := over_full(message):
         line = misfit(*sizes)
         needed, available = sizes
         kind = "does_not_fit"
         return {"outcome": kind, "line": line, "needed_bytes": needed, "available_bytes": available}
-    if option := re.search(r"No such compile option: '([^']*)'", message):
-        line = f"train.xla_options: this compiler knows no option {option.group(1)}"
-        return {"outcome": "refused", "line": line}
     return {"outcome": "failed", "line": f"the compiler refused: {one_line(message)}"}
 
 
@@ -151,13 +148,16 @@ def _compile(cfg: Config, target: dict[str, Any], text_path: str | None) -> dict
     from jaxgpt.model import attention
     from jaxgpt.model import params as parameters
     from jaxgpt.parallel import mesh as meshes
+    from jaxgpt.parallel.xla_options import compile_with
     from jaxgpt.training import loss, optimizer, step
     from jaxgpt.training import state as states
 
     if not cfg.model.vocab_size:
         raise ConfigError("model.vocab_size = 0: without a store it must be given")
     there = devices(target)
-    mesh = meshes.make_mesh(cfg.mesh, there)
+    # NVLink ends at a host; devices that are not there name their host but no slice.
+    apart = "process_index" if target["platform"] == "gpu" else "slice_index"
+    mesh = meshes.make_mesh(cfg.mesh, there, apart=apart)
     abstract = parameters.abstract(parameters.specs(cfg.model), cfg.train.param_dtype)
     tx = optimizer.build(cfg, num_steps(cfg) or STEPS_UNKNOWN, abstract)
     placed = states.state_shardings(mesh, cfg, tx)
@@ -168,7 +168,7 @@ def _compile(cfg: Config, target: dict[str, Any], text_path: str | None) -> dict
     between = time.monotonic()
     print(audit.BEGIN, file=sys.stderr, flush=True)
     try:
-        compiled = lowered.compile()
+        compiled = compile_with(lowered, cfg.train.xla_options)
     except jax.errors.JaxRuntimeError as error:
         answer = refusal(str(error))
         return answer | (_about(mesh, there) if answer["outcome"] == "does_not_fit" else {})

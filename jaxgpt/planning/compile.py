@@ -87,8 +87,9 @@ def compile_step(
     layers: so many instead of model.num_layers. keep_text: where to write the compiled HLO.
     A program that needs more memory than there is has `misfit`; the compiler for GPU does not mind,
     so its peak is compared with what JAX takes of the device by default.
-    Raises ConfigError for a mesh that does not fit the devices, unknown devices, and a package that
-    is missing; JaxgptError where the compiler refuses or is killed; HangError after `timeout` s.
+    Raises ConfigError where the mesh does not fit the devices or the compiler refuses the step. The
+    configuration may be right after another JaxgptError: a package is missing, the compiler does
+    not know the devices or was killed, or it took more than `timeout` s (HangError).
     """
     wanted = request(target)
     environment = child_environment(os.environ, wanted)
@@ -136,12 +137,14 @@ def child_environment(environment: Mapping[str, str], target: Mapping[str, Any])
 def read_answer(status: int, stdout: bytes, stderr: str) -> Compiled:
     """Return what the child has answered; raises as `compile_step` does."""
     if status or not stdout:
-        raise JaxgptError(_end_of(status, stderr))
+        # A compiler aborts on what it does not like; only the kernel kills it.
+        aborted = status < 0 and -status not in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+        raise (ConfigError if aborted else JaxgptError)(_end_of(status, stderr))
     answer = json.loads(stdout)
     outcome, line = answer.pop("outcome"), answer.pop("line", "")
-    if outcome in ("missing", "target", "refused"):
+    if outcome in ("refused", "failed"):
         raise ConfigError(*line.splitlines())
-    if outcome == "failed":
+    if outcome in ("missing", "target"):
         raise JaxgptError(line)
     if outcome == "does_not_fit":
         return Compiled(misfit=line, **answer)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxgpt.config import Config, with_values
-from jaxgpt.errors import ConfigError
+from jaxgpt.model import attention
 from jaxgpt.model import params as parameters
-from jaxgpt.parallel.mesh import BATCH_AXES, axis_sizes, check_model, slow_sizes
+from jaxgpt.parallel.mesh import BATCH_AXES, axis_sizes, check_sizes, slow_sizes
 from jaxgpt.parallel.sharding import partition
 from jaxgpt.planning.hardware import Target
 from jaxgpt.training import optimizer, state
@@ -66,6 +66,7 @@ class Layout:
     specs: dict[str, tuple[tuple[str, ...], ...]]  # mesh axes of each dimension, by weight
     weights: tuple[Weight, ...]
     replicated: dict[str, int]
+    attention: frozenset[str]  # the ways in which its blocks compute it, see `model.attention`
 
     @property
     def accum(self) -> int:
@@ -98,8 +99,23 @@ class Layout:
     @property
     def ticks(self) -> int:
         """Return the turns of the pipeline for a step; without one, the micro-batches."""
-        stage = self.sizes["stage"]
-        return self.accum * (self.cfg.mesh.rounds if stage > 1 else 1) + stage - 1
+        rounds = self.cfg.mesh.rounds if self.piped else 1
+        return self.accum * rounds + self.sizes["stage"] - 1
+
+    @property
+    def piped(self) -> bool:
+        """Tell whether micro-batches pass through stages."""
+        return self.sizes["stage"] > 1
+
+    @property
+    def at_once(self) -> int:
+        """Return the layers that a device computes in one turn of the pipeline, or in all."""
+        return self.layers // (self.cfg.mesh.rounds if self.piped else 1)
+
+    @property
+    def places(self) -> int:
+        """Return the micro-batches whose embeddings and loss a device computes at once."""
+        return -(-self.accum // self.sizes["stage"]) if self.piped else 1
 
     @property
     def compute(self) -> int:
@@ -199,22 +215,7 @@ def layout(cfg: Config, target: Target, known: Facts | None = None) -> Layout:
     """Return `cfg` on `target`; raises ConfigError, with all reasons, where it cannot run there."""
     sizes = axis_sizes(cfg.mesh, target.num_devices)
     slow = slow_sizes(cfg.mesh, sizes, target.num_slices)
-    problems = []
-    try:
-        check_model(sizes, cfg)
-    except ConfigError as error:
-        problems += error.problems
-    train, shards = cfg.train, math.prod(sizes[axis] for axis in BATCH_AXES)
-    if train.micro_rows % shards:
-        axes = " x ".join(f"mesh.{a} {sizes[a]}" for a in BATCH_AXES if sizes[a] > 1)
-        below = train.micro_rows // shards * shards
-        near = " or ".join(str(n) for n in (below, below + shards) if n)
-        problems.append(
-            f"train.micro_batch = {train.micro_rows} rows do not divide over {shards} devices "
-            f"({axes}); nearest: {near}"
-        )
-    if problems:
-        raise ConfigError(*problems)
+    check_sizes(sizes, cfg)
     known = known or facts(cfg)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     specs = {
@@ -224,4 +225,6 @@ def layout(cfg: Config, target: Target, known: Facts | None = None) -> Layout:
         )
         for weight in known.weights
     }
-    return Layout(cfg, target, sizes, slow, specs, *known)
+    tasks = attention.tasks(cfg, target.chip.platform, sizes["context"])
+    ways = frozenset(attention.choose(task, attention.asked(cfg)) for task in tasks)
+    return Layout(cfg, target, sizes, slow, specs, *known, ways)

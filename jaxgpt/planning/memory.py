@@ -8,10 +8,12 @@ it. Sizes in [brackets] are those of a device.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from jaxgpt.model.block_attention import MAX_BLOCKS, TALL_BLOCK
+from jaxgpt.model.exchange import slots_per_turn
+from jaxgpt.model.pairs import SCORES
 from jaxgpt.planning.layout import Layout
 from jaxgpt.training.loss import chunk_tokens
 
@@ -22,7 +24,6 @@ PEAKS: dict[str, tuple[Moment, ...]] = {
     "block": ("always", "saved", "gradients", "block"),
     "update": ("always", "gradients"),
 }
-FLASH = {"auto", "splash", "cudnn"}  # never hold a matrix of scores
 PREFETCHED = 2  # batches on the device: the step's, and the next one
 
 
@@ -116,10 +117,15 @@ def kept(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
     if m.remat == "none":
         unneeded = set() if m.norm_placement != "pre" else {"attn_out", "mlp_out"}
         device = {n: tensor.bytes for n, tensor in found.items() if n not in unneeded}
-        if m.stacked:  # a scan stores what JAX saves: float32 in and out of norms and activations
-            device["float32 copies"] = 2 * (
-                6 * found["block_in"].elements + (5 if m.gated else 4) * found["up"].elements
-            )
+        gelu, gpu = m.mlp in ("gelu", "gelu_tanh"), layout.target.chip.platform == "gpu"
+        D, F = found["block_in"].elements, found["up"].elements
+        if m.stacked:
+            # A scan stores what JAX saves: six (norms with a mean: eight) float32 tensors of the
+            # residual stream in place of some in the compute dtype, and three of a GELU.
+            wider = (24 if m.norm == "layernorm" else 22) * D + (12 * F if gelu else 0)
+            device["float32 copies"] = wider
+        elif gelu and gpu:
+            device["float32 of the activation"] = 4 * F  # tanh or erf: XLA keeps it
         if scores := _scores(layout):
             device["scores"] = scores
         return device, {}
@@ -157,12 +163,19 @@ def _state(layout: Layout) -> list[Part]:
         if cause != "counters"
     ]
     t, A = layout.cfg.train, layout.accum
-    if A > 1:
-        how = f"float32 sums over {A} micro-batches: 4 x {held:,}"
-        parts.append(Part("accumulated gradients", 4 * held, how, "always"))
-    moment: Moment = "gradients" if A == 1 else "block"
-    how = f"{t.param_dtype}: {layout.param} x {held:,}"
-    parts.append(Part("gradients", layout.param * held, how, moment))
+    if layout.piped:
+        how = f"float32 sums over the turns of the pipeline: 4 x {held:,}"
+        parts.append(Part("gradients", 4 * held, how, "gradients"))
+        size = sum(layout.held(weight) for weight in layout.weights if weight.in_layers)
+        how = f"for all turns: {layout.compute} x {size:,}"
+        parts.append(Part("weights as multiplied", layout.compute * size, how, "saved"))
+    else:
+        if A > 1:
+            how = f"float32 sums over {A} micro-batches: 4 x {held:,}"
+            parts.append(Part("accumulated gradients", 4 * held, how, "always"))
+        moment: Moment = "gradients" if A == 1 else "block"
+        how = f"{t.param_dtype}: {layout.param} x {held:,}"
+        parts.append(Part("gradients", layout.param * held, how, moment))
     fields = 5 if layout.cfg.data.document_mask else 3
     size = PREFETCHED * A * layout.rows * layout.length * 4 * fields
     how = f"{PREFETCHED} x {A} x {layout.rows} rows x {layout.length} tokens x {fields} x 4"
@@ -175,13 +188,22 @@ def _per(total: int, count: int) -> str:
 
 def _activations(layout: Layout) -> list[Part]:
     device, host = kept(layout)
-    if layout.sizes["stage"] > 1:
-        turns = layout.ticks
-        blocks = turns * (layout.layers // layout.cfg.mesh.rounds)
-        where = f"{turns} turns of the pipeline x {layout.layers // layout.cfg.mesh.rounds} blocks"
-    else:
-        blocks, where = layout.layers, f"{layout.layers} blocks"
+    stream = layout.compute * layout.tokens * layout.cfg.model.embed_dim
+    blocks, where = layout.layers, f"{layout.layers} blocks"
     parts = []
+    if layout.piped:
+        turns = layout.ticks
+        blocks, where = turns * layout.at_once, f"{turns} turns x {layout.at_once} blocks"
+        if "block_in" in device:  # of a stage; those of its blocks come back one turn at a time
+            if layout.cfg.model.remat == "full":
+                del device["block_in"]
+            how = f"{turns} turns x {stream:,} ({layout.tokens:,} tokens)"
+            parts.append(Part("inputs of a stage", turns * stream, how, "saved"))
+        how = f"{turns} turns x 2 x {layout.tokens:,} tokens x {layout.cfg.model.embed_dim:,}"
+        parts.append(Part("masks of empty turns", turns * stream // layout.compute * 2, how,
+                          "saved"))  # fmt: skip
+        how = f"3 x {layout.places} micro-batches that wait or are done x {stream:,}"
+        parts.append(Part("belt", 3 * layout.places * stream, how, "saved"))
     for moment, names in (("saved", device), ("host", host)):
         for name, size in names.items():
             how = f"{where} x {size:,} ({layout.tokens:,} tokens)"
@@ -193,21 +215,43 @@ def _loss(layout: Layout) -> list[Part]:
     """Return what the loss of one micro-batch needs: the head, its gradient, a chunk of logits."""
     cfg, D = layout.cfg, layout.cfg.model.embed_dim
     vocab = layout.split(cfg.model.vocab_size, "tensor")
-    most = max(1, chunk_tokens(cfg.model.vocab_size, layout.target.chip.platform) // layout.rows)
+    # A pipeline's stages share the loss of all micro-batches, each that of some.
+    rows, all_tokens = layout.rows * layout.places, layout.tokens * layout.places
+    most = max(1, chunk_tokens(cfg.model.vocab_size, layout.target.chip.platform) // rows)
     positions = -(-layout.length // -(-layout.length // most))
-    tokens = positions * layout.rows
+    tokens = positions * rows
     # The product is rounded and widened where it is written: on a TPU v5e the compiler kept 6 bytes
     # per logit at once in bfloat16, not 8.
-    size, c = vocab * D, layout.compute
+    size, c, gpu = vocab * D, layout.compute, layout.target.chip.platform == "gpu"
     each = 4 + c
+    logits = Part(
+        "logits",
+        each * tokens * vocab,
+        f"a chunk of {tokens:,} tokens x {vocab:,} ids x {each} (float32 4, gradient {c})",
+        "loss",
+    )
+    # Then their gradient gives a chunk's part of the head's, in float32 on a TPU.
+    part = c if gpu else 4
+    product = Part(
+        "gradient of logits",
+        c * tokens * vocab + part * size,
+        f"{c} x {tokens:,} tokens x {vocab:,} ids + a part of the head's: {part} x {size:,}",
+        "loss",
+    )
+    # XLA for GPU ends the head's gradient only after the backward passes of the blocks: it keeps
+    # the gradient of the last logits until then, if these are a shorter chunk.
+    rest = layout.length % positions * rows if gpu else 0
+    until_then: Moment = "saved" if gpu else "loss"
     return [
         Part("head", c * size, f"gathered: {c} x {vocab:,} ids x {D:,}", "loss"),
-        Part("gradient of the head", 4 * size, f"float32: 4 x {vocab:,} ids x {D:,}", "loss"),
-        Part("logits", each * tokens * vocab,
-             f"a chunk of {tokens:,} tokens x {vocab:,} ids x {each} (float32 4, gradient {c})",
-             "loss"),
-        Part("hidden states", 2 * c * layout.tokens * D,
-             f"and their gradient: 2 x {c} x {layout.tokens:,} tokens x {D:,}", "loss"),
+        Part("gradient of the head", 4 * size, f"float32: 4 x {vocab:,} ids x {D:,}", until_then),
+        max(logits, product, key=lambda part: part.bytes),
+        Part("gradient of the last logits", c * rest * vocab,
+             f"of a shorter chunk: {c} x {rest:,} tokens x {vocab:,} ids", until_then),
+        Part("hidden states", 2 * c * all_tokens * D,
+             f"and their gradient: 2 x {c} x {all_tokens:,} tokens x {D:,}", "loss"),
+        Part("final norm", 4 * all_tokens * D if layout.piped else 0,
+             f"float32, of all micro-batches: 4 x {all_tokens:,} tokens x {D:,}", "loss"),
     ]  # fmt: skip
 
 
@@ -226,29 +270,80 @@ def _block(layout: Layout) -> list[Part]:
     if split:
         parts.append(Part("their gradients", c * one, f"before they are summed: {c} x {one:,}",
                           "block"))  # fmt: skip
-    recomputed = sum(tensor.bytes for tensor in found.values()) - sum(kept(layout)[0].values())
+    exchanged = m.num_experts and layout.sizes["expert"] > 1 and not m.capacity_factor
+    left = {**found}
+    if exchanged:  # the tokens come back, and their slots among the experts turn by turn
+        left = {n: t for n, t in found.items() if n not in ("gate", "up", "hidden")}
+        left["mlp_in"] = found["block_in"]
+    saved = kept(layout)[0]
+    recomputed = sum(tensor.bytes for name, tensor in left.items() if name not in saved)
     if m.remat != "none" and recomputed > 0:
         how = f"all tensors of a block but the saved ones, {layout.tokens:,} tokens"
         parts.append(Part("recomputed", recomputed, how, "block"))
-    mlp = sum(found[name].bytes for name in ("gate", "up", "hidden") if name in found)
-    attention = sum(found[name].bytes for name in ("q", "k", "v", "attn"))
-    most, where = max((mlp, "MLP"), (attention, "attention"))
     stream = 2 * found["block_in"].bytes
-    how = f"the {where}'s {most:,} + the residual stream's {stream:,}"
-    parts.append(Part("gradients of activations", most + stream, how, "block"))
+    if exchanged:
+        parts += _experts(layout)
+        how = f"the residual stream's {stream:,}"
+        parts.append(Part("gradients of activations", stream, how, "block"))
+    else:
+        # Of a gated MLP the gradients of gate and up take the place of that of hidden.
+        mlp = 2 * found["up"].bytes
+        attention = sum(found[name].bytes for name in ("q", "k", "v", "attn"))
+        most, where = max((mlp, "MLP"), (attention, "attention"))
+        how = f"the {where}'s {most:,} + the residual stream's {stream:,}"
+        parts.append(Part("gradients of activations", most + stream, how, "block"))
+    if layout.piped and layout.at_once > 1:
+        how = f"{layout.at_once} x {stream // 2:,}"
+        parts.append(Part("inputs of blocks", layout.at_once * stream // 2, how, "block"))
+    if "cudnn" in layout.attention and layout.cfg.data.document_mask:
+        how = f"{layout.rows} rows x 2 x {layout.length:,}^2"
+        parts.append(Part("mask of documents", 2 * layout.rows * layout.length**2, how, "block"))
     if (scores := _scores(layout)) > 0:
         how = "rows x heads x queries x keys, float32 and as multiplied"
         parts.append(Part("attention scores", scores, how, "block"))
     return parts
 
 
+def _experts(layout: Layout) -> list[Part]:
+    """Return what the backward pass of a turn of `model.exchange` needs.
+
+    Of twins of Mixtral 8x7B and Qwen3 30B-A3B with two layers: on a TPU v5p gate, up and hidden
+    rows of F and five of D, on an H100 as much, or five of F and three of D.
+    """
+    m, c, D, E = (
+        layout.cfg.model,
+        layout.compute,
+        layout.cfg.model.embed_dim,
+        layout.sizes["expert"],
+    )
+    F = layout.split(m.expert_width, "tensor")
+    rows = E * slots_per_turn(layout.tokens, m.experts_per_token, m.num_experts, E)
+    widths = [(5, 3), (3, 5)] if layout.target.chip.platform == "gpu" else [(5, 3)]
+    d, f = max(widths, key=lambda pair: pair[0] * D + pair[1] * F)
+    own = sum(
+        layout.used(weight) // m.num_layers
+        for weight in layout.weights
+        if weight.in_layers and "experts" in weight.axes and len(weight.shape) > 3
+    )
+    return [
+        Part("slots of experts", c * rows * (d * D + f * F),
+             f"{c} x {rows:,} places x ({d} x {D:,} + {f} x {F:,})", "block"),
+        Part("sums of the experts' turns", 8 * layout.tokens * D + 4 * own,
+             f"float32: 2 x 4 x {layout.tokens:,} tokens x {D:,} + 4 x {own:,} weights", "block"),
+    ]  # fmt: skip
+
+
 def _scores(layout: Layout) -> int:
     """Return the bytes of the scores of one block, where attention holds them."""
-    cfg, platform = layout.cfg, layout.target.chip.platform
-    if platform in ("tpu", "gpu") and cfg.train.attention in FLASH:
-        return 0
     T = layout.length
-    heads = layout.split(cfg.model.num_heads, "tensor")
-    # Row blocks on a CPU stop at the diagonal.
-    below = 2 if platform == "cpu" and cfg.train.attention in ("auto", "blocks") else 1
-    return math.prod((layout.rows, heads, T, T, 4 + layout.compute)) // below
+    tall = max(TALL_BLOCK, T // MAX_BLOCKS)
+    held = {
+        "dot_product": T * T,
+        "reference": T * T,
+        # Row blocks stop at the diagonal, and accelerators hold those of one.
+        "blocks": T * T // 2 if layout.target.chip.platform == "cpu" else min(tall, T) * T,
+        "ring": 2 * min(SCORES, (T // 2) ** 2),  # of two pairs of half chunks
+    }
+    most = max(held.get(way, 0) for way in layout.attention)
+    heads = layout.split(layout.cfg.model.num_heads, "tensor")
+    return layout.rows * heads * most * (4 + layout.compute)

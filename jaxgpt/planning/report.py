@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxgpt.model import attention
 from jaxgpt.model.gpt import flops_per_token
 from jaxgpt.parallel.mesh import AXES
 from jaxgpt.planning import collectives
@@ -49,6 +50,7 @@ def report(
         "hosts": target.num_hosts,
         "mesh": {axis: at.sizes[axis] for axis in AXES},
         "mesh_slow": {axis: n for axis, n in at.slow.items() if n > 1},
+        "rounds": cfg.mesh.rounds,
         "parameters": sum(weight.count for weight in at.weights),
         "train": {
             "global_batch": cfg.train.global_batch, "micro_batch": cfg.train.micro_rows,
@@ -56,6 +58,7 @@ def report(
             "remat": cfg.model.remat, "remat_save": list(cfg.model.remat_save),
             "remat_offload": list(cfg.model.remat_offload),
         },
+        "attention": attention.describe(cfg, target.chip.platform, at.sizes["context"]),
         "memory": {
             "parts": [part._asdict() for part in memory.parts],
             "peak": memory.peak,
@@ -98,6 +101,7 @@ def compiler_fits(plan: Candidate, compiled: Compiled) -> bool:
 def _compiled(done: Compiled) -> dict[str, Any]:
     """Return the compiler's totals, with exchanges summed by axes and kind."""
     return dataclasses.asdict(done) | {
+        "unused_bytes": max(0, done.peak_bytes - done.live_bytes) if done.live_bytes else 0,
         "peak_bytes": done.needed_bytes if done.misfit else done.peak_bytes,
         "collectives": [row._asdict() for row in collectives.table(done.collectives)],
         "findings": [finding.line for finding in done.findings],
@@ -110,6 +114,8 @@ def candidates(found: list[Candidate]) -> list[dict[str, Any]]:
     return [
         {
             "mesh": {axis: n for axis, n in c.layout.sizes.items() if n > 1},
+            "mesh_slow": {axis: n for axis, n in c.layout.slow.items() if n > 1},
+            "rounds": c.cfg.mesh.rounds,
             "micro_batch": c.cfg.train.micro_rows,
             "remat": c.cfg.model.remat,
             "remat_save": list(c.cfg.model.remat_save),

@@ -17,11 +17,12 @@ from jaxgpt.model.exchange import SLACK
 from jaxgpt.model.gpt import flops_per_token
 from jaxgpt.planning.hardware import axis_bandwidth
 from jaxgpt.planning.layout import Layout, Weight
-from jaxgpt.planning.memory import FLASH, kept, state_bytes, tensors
+from jaxgpt.planning.memory import kept, state_bytes, tensors
 from jaxgpt.validation import num_steps
 
 # 419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783, section 3.3.4).
 FAILURES_PER_DEVICE_DAY = 419 / 54 / 16_384
+SQUARE = {"dot_product", "reference"}  # ways of attention that compute what lies above the diagonal
 # A tensor of a block is written and read forward, read backward, and its gradient written once and
 # read twice (for its weights and its inputs): at least, if all else is fused.
 PASSES, PASSES_AGAIN = 6, 2
@@ -90,7 +91,7 @@ def bound(layout: Layout) -> Bound:
     """Return the least time of one update."""
     cfg, chip, devices = layout.cfg, layout.target.chip, layout.target.num_devices
     model, tokens = cfg.model, cfg.train.global_batch * cfg.model.seq_len
-    skips = cfg.train.attention in FLASH  # what lies above the diagonal
+    skips = not layout.attention & SQUARE
     flops = tokens * flops_per_token(model, causal=True)
     done = flops if skips else tokens * flops_per_token(model, causal=False)
     again = tokens * recomputed(layout, skips)
@@ -112,7 +113,7 @@ def bound(layout: Layout) -> Bound:
 def least_seconds(layout: Layout) -> float:
     """Return the seconds of the matrix products of a step alone, on all devices."""
     cfg = layout.cfg
-    tokens, causal = cfg.train.global_batch * cfg.model.seq_len, cfg.train.attention in FLASH
+    tokens, causal = cfg.train.global_batch * cfg.model.seq_len, not layout.attention & SQUARE
     work = flops_per_token(cfg.model, causal) + recomputed(layout, causal)
     return tokens * work / (layout.target.chip.flops * layout.target.num_devices)
 
@@ -136,7 +137,7 @@ def recomputed(layout: Layout, causal: bool) -> float:
     for layer in range(m.num_layers):
         seen = min(m.window(layer) or m.seq_len, m.seq_len)
         keys += seen - seen**2 / (2 * m.seq_len) if causal else seen
-    flash = 2 * N * H * keys if layout.cfg.train.attention in FLASH else 0.0
+    flash = 2 * N * H * keys if causal else 0.0
     if m.remat == "none":
         return flash
     post = m.norm_placement != "pre"  # then a norm needs what a sub-layer gave
@@ -145,6 +146,11 @@ def recomputed(layout: Layout, causal: bool) -> float:
         "gate": 2 * D * F if m.gated else 0, "up": 2 * D * F, "mlp_out": 2 * F * D if post else 0,
     }  # fmt: skip
     saved = {*m.remat_save, *m.remat_offload}
+    if layout.piped and layout.at_once > 1:
+        # A stage is computed again for the inputs of its blocks, all but its last one.
+        forward = sum(again.values()) + (0 if post else 2 * F * D)
+        twice = m.num_layers * forward + 4 * N * H * keys
+        flash += twice * (layout.at_once - 1) / layout.at_once
     total = m.num_layers * sum(work for name, work in again.items() if name not in saved)
     return total + flash + (0 if "attn" in saved else 4 * N * H * keys)
 
@@ -200,19 +206,34 @@ def _transfers(layout: Layout) -> Iterator[Transfer]:
             yield from over(what, axis, whole * count, twice=1, overlaps=True)
             whole /= layout.sizes[axis]
 
-    A, c = layout.accum, layout.compute
+    c = layout.compute
     for weight in layout.weights:
         axes, whole = layout.gathered_over(weight), layout.used(weight)
+        times, passes = _times(layout, weight)
         if axes:
-            passes = 2 if weight.in_layers else 1
-            yield from gather("weights", axes, whole * c, A * passes)
-            yield from gather("gradients", axes, whole * _gradient_bytes(weight, c), A)
+            yield from gather("weights", axes, whole * c, times * passes)
+            yield from gather("gradients", axes, whole * _gradient_bytes(weight, c), times)
         for axis in layout.reduced_over(weight):
             # Replicas sum the gradients of their micro-batches and meet once.
-            once = axis == "data" and A > 1
+            once = axis == "data" and (layout.accum > 1 or layout.piped)
             size = layout.held(weight) * (4 if once else _gradient_bytes(weight, c))
-            yield from over("gradients", axis, size * (1 if once else A), twice=2, overlaps=True)
+            count = 1 if once else times
+            yield from over("gradients", axis, size * count, twice=2, overlaps=True)
     yield from _by_block(layout, rates, over)
+
+
+def _times(layout: Layout, weight: Weight) -> tuple[float, int]:
+    """Return how often a step uses a weight, and how often each time it is gathered.
+
+    A pipeline takes those of its blocks in each turn, also in one with nothing to do: forward,
+    backward, and once more where several blocks of a stage are computed again from its input.
+    """
+    if not weight.in_layers:
+        return (1 if layout.piped else layout.accum), 1
+    if not layout.piped:
+        return layout.accum, 2
+    again = layout.cfg.model.remat == "full" and layout.at_once > 1
+    return layout.ticks / layout.cfg.mesh.rounds, 3 if again else 2
 
 
 def _gradient_bytes(weight: Weight, compute: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jaxgpt import config
 from jaxgpt.config import Config, with_values
 from jaxgpt.errors import ConfigError
-from jaxgpt.parallel.mesh import BATCH_AXES
+from jaxgpt.parallel.mesh import BATCH_AXES, CROSS_SLICES
 from jaxgpt.planning.hardware import GPU_FRACTION, Target, gpu_fraction
 from jaxgpt.planning.layout import Facts, Layout, facts, layout
 from jaxgpt.planning.memory import Memory, estimate, state_bytes
@@ -39,7 +39,8 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"remat": "full", "remat_save": (), "remat_offload": ()},
     {"remat": "full", "remat_save": (), "remat_offload": ("block_in",)},
 )  # fmt: skip
-MOST = {"tensor": 16, "context": 16, "stage": 16}  # beyond, exchanges cost more than they save
+# Beyond, exchanges cost more than they save.
+MOST = {"tensor": 16, "context": 16, "stage": 16, "rounds": 8}
 ROOM = 0.95  # of the memory: a compiler's own copies and padding are not counted here
 LEAST_PART = 2048  # tokens of a row on a device
 FRACTION = 0.92  # of a GPU's memory, which leaves room for its context and libraries
@@ -91,7 +92,7 @@ def evaluate(cfg: Config, target: Target, known: Facts | None = None) -> Candida
 def search(cfg: Config, target: Target, limit: int = 10) -> list[Candidate]:
     """Return the best candidates that fit, the fastest first; model, batch and run as in `cfg`."""
     known, found = facts(cfg), []
-    over = [at for mesh in meshes(cfg, target) if (at := _layout(cfg, target, known, mesh))]
+    over = [at for mesh in meshes(cfg, target) for at in _layouts(cfg, target, known, mesh)]
     for rung in LADDER:
         for at in over:
             model = dataclasses.replace(cfg.model, **rung)
@@ -104,16 +105,41 @@ def search(cfg: Config, target: Target, limit: int = 10) -> list[Candidate]:
     return [c for c in found if not problems_of(c.cfg)][:limit]
 
 
-def _layout(cfg: Config, target: Target, known: Facts, mesh: dict[str, int]) -> Layout | None:
-    """Return the layout on a mesh with the smallest micro-batch, or None if it is refused."""
-    sizes = {**vars(cfg.mesh), **mesh, "rounds": 1, "slow": {}}
+def _layouts(cfg: Config, target: Target, known: Facts, mesh: dict[str, int]) -> Iterator[Layout]:
+    """Yield the layouts on a mesh with the smallest micro-batch, but those that are refused."""
     micro = math.prod(mesh[axis] for axis in BATCH_AXES)
-    tried = with_values(cfg, "search", mesh=sizes, train={"micro_batch": micro})
-    try:
-        at = layout(tried, target, known)
-    except ConfigError:
-        return None
-    return at if sum(state_bytes(at).values()) <= ROOM * target.usable else None
+    for rounds, slow in itertools.product(_rounds(cfg, mesh), slow_parts(mesh, target.num_slices)):
+        sizes = {**vars(cfg.mesh), **mesh, "rounds": rounds, "slow": slow}
+        tried = with_values(cfg, "search", mesh=sizes, train={"micro_batch": micro})
+        try:
+            at = layout(tried, target, known)
+        except ConfigError:
+            continue
+        if sum(state_bytes(at).values()) <= ROOM * target.usable:
+            yield at
+
+
+def _rounds(cfg: Config, mesh: dict[str, int]) -> list[int]:
+    if mesh["stage"] == 1:
+        return [1]
+    return [r for r in _divisors(cfg.model.num_layers // mesh["stage"]) if r <= MOST["rounds"]]
+
+
+def slow_parts(mesh: dict[str, int], num_slices: int) -> list[dict[str, int]]:
+    """Return the ways to lay slices over axes, each `mesh.slow`; {} is the one of the default.
+
+    One axis takes as many as it can, then the next: in each order of data, stage and fsdp.
+    """
+    ways: list[dict[str, int]] = []
+    for order in itertools.permutations(CROSS_SLICES):
+        left, way = num_slices, {}
+        for axis in order:
+            if (parts := math.gcd(mesh[axis], left)) > 1:
+                way[axis], left = parts, left // parts
+        if left == 1 and way not in ways:
+            ways.append(way)
+    whole = next(({a: num_slices} for a in CROSS_SLICES if mesh[a] % num_slices == 0), None)
+    return [{} if way == whole else way for way in ways]
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, int]:
@@ -130,6 +156,8 @@ def _best_micro(at: Layout) -> Candidate | None:
     for micro in _divisors(train.global_batch):
         if micro % at.batch_shards:
             continue
+        if at.cfg.mesh.rounds > 1 and train.global_batch // micro < at.sizes["stage"]:
+            break  # rounds need a micro-batch for each stage
         cfg = dataclasses.replace(at.cfg, train=dataclasses.replace(train, micro_batch=micro))
         tried = dataclasses.replace(at, cfg=cfg)
         memory = estimate(tried)
@@ -157,9 +185,8 @@ def meshes(cfg: Config, target: Target) -> Iterator[dict[str, int]]:
         and (c == 1 or m.seq_len // c >= LEAST_PART)
     ]  # fmt: skip
     expert = _divisors(math.gcd(m.num_experts, n)) if m.num_experts else [1]
-    can_stage = m.stacked and not m.aux_layers
     stage = [s for s in _divisors(math.gcd(m.num_layers, n)) if s <= MOST["stage"]]
-    for t, c, e, s in itertools.product(tensor, context, expert, stage if can_stage else [1]):
+    for t, c, e, s in itertools.product(tensor, context, expert, stage if m.stacked else [1]):
         rest = n // (t * c * e * s)
         if rest * t * c * e * s != n or cfg.train.global_batch % (rest * e):
             continue

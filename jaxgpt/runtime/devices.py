@@ -11,6 +11,7 @@ import warnings
 
 from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError
+from jaxgpt.runtime import store
 from jaxgpt.runtime.processor import cache_folder, cpu_key, cpu_name, has_native_bf16, num_cores
 
 
@@ -40,6 +41,10 @@ def start_jax(cfg: Config) -> Platform:
         note = f"compile cache {folder}" if folder else f"no compile cache: {problem}"
         if folder:
             jax.config.update("jax_compilation_cache_dir", str(folder))
+        # Of several processes JAX lets only the first write, as file systems of many hosts bear no
+        # contention; all read. Not below run.dir: to load a run must never mean to run its code.
+        if folder and store.num_processes() > 1:
+            note += " (process 0 writes; JAX_COMPILATION_CACHE_DIR: one folder for all hosts)"
     # XLA:CPU cannot write down a program that calls oneDNN; it is compiled anew each time.
     warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
     try:

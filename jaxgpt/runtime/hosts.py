@@ -9,20 +9,23 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 
 from jaxgpt.errors import ConfigError, HangError, one_line
-from jaxgpt.runtime import leaving
+from jaxgpt.runtime import leaving, store
 from jaxgpt.runtime.launchers import OFF, TPU_PORT, Launch
 from jaxgpt.runtime.roll_call import roll_call, split_address
 
 # Seconds for all hosts to be there: containers and nodes of one job start minutes apart. The
 # variable JAXGPT_START_TIMEOUT sets another limit.
 START_TIMEOUT = 300.0
-# Seconds for JAX to connect once all are there, which takes less than one.
-CONNECT_TIMEOUT = 60
+# Seconds for JAX to connect once all are there, which takes less than one. JAX itself would abort,
+# with a page of stacks.
+CONNECT_TIMEOUT = 40
 # Seconds without a sign of life after which JAX ends a process with SIGABRT. It is the last resort:
 # lost hosts are found, and named, much earlier by our own watch over the others.
 HEARTBEAT_TIMEOUT = 100
@@ -60,10 +63,14 @@ def start(
         leaving.sign(name)
     seconds = _start_timeout() if timeout is None else timeout
     names = roll_call(launch.coordinator, launch.process, launch.processes, seconds, say)
+    store.know(names)
     _pass_by_proxies(launch.coordinator)
     _keep_stdout()
     # It would take SIGTERM from whoever asks for a durable end (`signals.Stop`, `SharedStop`).
     jax.config.update("jax_enable_preemption_service", False)
+    late = threading.Timer(CONNECT_TIMEOUT, _give_up, args=(launch, names))
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             launch.coordinator,
@@ -71,12 +78,14 @@ def start(
             launch.process,
             launch.local_devices,
             cluster_detection_method="deactivate",
-            initialization_timeout=CONNECT_TIMEOUT,
+            initialization_timeout=2 * CONNECT_TIMEOUT,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
         )
     except RuntimeError as error:
         raise HangError(f"{name}: JAX's distributed runtime: {one_line(error)}") from None
+    finally:
+        late.cancel()
     if launch.expected and (seen := jax.local_device_count()) != launch.expected:
         raise ConfigError(
             f"{name}: {launch.expected} GPUs belong to it ({launch.source}), but JAX sees {seen} "
@@ -84,6 +93,17 @@ def start(
             "JAX_PLATFORMS=cpu to compute without them"
         )
     return launch, names
+
+
+def _give_up(launch: Launch, names: tuple[str, ...]) -> NoReturn:
+    """End a process that waits in JAX for others, all of which were there a moment ago."""
+    text = (
+        f"all {launch.processes} processes came, but not all have connected to JAX's runtime at "
+        f"{launch.coordinator} after {CONNECT_TIMEOUT} s: one of them, on {', '.join(names[:8])}"
+        f"{' ...' if len(names) > 8 else ''}, has ended or is frozen; exit {HangError.exit_code}"
+    )
+    leaving.say(leaving.error_line(f"{text}\n"), seconds=5.0)
+    os._exit(HangError.exit_code)
 
 
 def _start_timeout() -> float:

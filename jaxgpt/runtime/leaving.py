@@ -39,6 +39,24 @@ def error_line(text: str) -> str:
     return f"jaxgpt: {_signature}{text}"
 
 
+def blame(host: str) -> None:
+    """Leave the name of the host that ended the run in the file that JAXGPT_BLAME names, if any.
+
+    Whoever starts runs again (launch/restart.sh) reads there whether it is always the same one.
+    """
+    path = os.environ.get("JAXGPT_BLAME")
+    if not path or not host:
+        return
+
+    def write() -> None:
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            file.write(f"{host}\n")
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(1.0)
+
+
 def hard_exit(code: int, after: float = 10.0) -> NoReturn:
     """Run exit handlers, flush, and leave with `code`; at the latest `after` seconds from now.
 

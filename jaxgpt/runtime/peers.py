@@ -27,7 +27,6 @@ from jaxgpt.runtime.watchdog import Watchdog
 
 SILENT = 40.0  # seconds without a beat after which a process is lost; JAXGPT_PEER_SECONDS
 BEATS = 20  # beats in this time
-FIRST = 8  # times as long for the first beat: processes may still be importing
 GOODBYE = 600.0  # seconds that a process which is done waits for those that still clean up
 # What a runtime error begins with that is no consequence of a process that was lost.
 OWN_FAULT = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
@@ -192,7 +191,7 @@ class Peers:
         if self._dog.failed_in:
             where = f"phase {self._dog.failed_in} of {where}"
         text = f"process {self._me} ({socket.gethostname()}) failed in {where}: {name}{words}"
-        self._write_verdict(text, code)
+        self._write_verdict(text, code, socket.gethostname())
 
     def _explain(self, text: str) -> str:
         """Return whom a stuck phase of this process is due to, and write it down."""
@@ -200,14 +199,19 @@ class Peers:
         name = laggard(beats)
         mine = f"process {self._me} ({socket.gethostname()}), step {self._dog.mark.step}: {text}"
         text = mine if name is None else f"{mine}; furthest behind: {describe(name, beats[name])}"
-        self._write_verdict(text, HangError.exit_code)
+        host = beats[name]["host"] if name else ""
+        leaving.blame(host)
+        self._write_verdict(text, HangError.exit_code, host)
         if self._me == 0:
             time.sleep(2 * self._times.beat)
         return text
 
-    def _write_verdict(self, text: str, code: int) -> dict[str, Any]:
-        """Write the verdict unless there is one, and return it; all within two beats."""
-        verdict = {"text": text, "code": code, "process": self._me}
+    def _write_verdict(self, text: str, code: int, host: str) -> dict[str, Any]:
+        """Write the verdict, and the host it blames, unless there is one, and return it.
+
+        All within two beats.
+        """
+        verdict = {"text": text, "code": code, "host": host, "process": self._me}
         put = functools.partial(store.put, "board/verdict", verdict, replace=False)
         if _bounded(put, self._times.beat) is False:
             board = _bounded(lambda: store.read("board"), self._times.beat) or {}
@@ -228,34 +232,39 @@ class Peers:
             if verdict := self._board.get("verdict"):
                 self._obey(verdict)
             elif lost := self._lost(now):
-                verdict = {"text": f"lost {lost}", "code": HangError.exit_code}
+                name, why = lost
+                beat = self._beat_of(name)
+                text = f"lost {describe(name, beat)}: {why}"
+                host = beat["host"] if beat else store.host(name)
+                verdict = {"text": text, "code": HangError.exit_code, "host": host}
                 if self._me == 0:  # otherwise it is the one with the store that is lost
-                    verdict = self._write_verdict(**verdict)
+                    verdict = self._write_verdict(text, HangError.exit_code, host)
                 self._leave(verdict)
             elif self._me == 0:
                 for line in speeds.slow(self._beats):
                     self._say(line)
 
-    def _lost(self, now: float) -> str:
-        """Return what is to be said of a process that gives no sign of life; empty if all do."""
+    def _lost(self, now: float) -> tuple[str, str] | None:
+        """Return the number of a process that gives no sign of life, and what is missing of it."""
         t = self._times
-        numbers = map(str, range(1, self.num_processes)) if self._me == 0 else ("0",)
-        beats = self._beats if self._me == 0 else {"0": self._board.get("beat")}
         if self._me:
-            late, first = now - self._answered, describe("0", beats["0"])
+            late = now - self._answered
             if late > 1.2 * t.beat and not (store.is_served() or store.is_served()):
-                return f"{first}: it has ended, nobody serves the coordinator's address"
+                return "0", "it has ended, nobody serves the coordinator's address"
             if late > t.silent:
-                return f"{first}: no answer for {late:.0f} s"
-        for name in numbers:
-            beat = beats.get(name)
+                return "0", f"no answer for {late:.0f} s"
+        for name in map(str, range(1, self.num_processes)) if self._me == 0 else ("0",):
+            beat = self._beat_of(name)
             count = beat["count"] if beat else 0
             if count != self._seen.get(name, (-1, now))[0]:
                 self._seen[name] = count, now
             since = now - self._seen[name][1]
-            if since > t.silent * (1 if beat else FIRST) and not (beat and beat["done"]):
-                return f"{describe(name, beat)}: no sign of life for {since:.0f} s"
-        return ""
+            if since > t.silent and not (beat and beat["done"]):
+                return name, f"no sign of life for {since:.0f} s"
+        return None
+
+    def _beat_of(self, name: str) -> dict[str, Any] | None:
+        return self._beats.get(name) if self._me == 0 else self._board.get("beat")
 
     def _obey(self, verdict: Mapping[str, Any]) -> None:
         """End by the verdict; a process that has failed is on its way out, and gets a while."""
@@ -269,6 +278,7 @@ class Peers:
     def _leave(self, verdict: Mapping[str, Any]) -> NoReturn:
         if self._me == 0:  # the store ends with it: let the others read first
             time.sleep(2 * self._times.beat)
+        leaving.blame(verdict["host"])
         line = leaving.error_line(f"{verdict['text']}; exit {verdict['code']}\n")
         leaving.say(f"{leaving.cursor()}{line}", seconds=5.0)
         os._exit(verdict["code"])
@@ -292,7 +302,7 @@ def laggard(beats: Mapping[str, Mapping[str, Any]]) -> str | None:
 def describe(name: str, beat: Mapping[str, Any] | None) -> str:
     """Return which process a beat is from and what it did then, in words."""
     if beat is None:
-        return f"process {name}, not heard of yet"
+        return f"process {name} ({store.host(name)}), not heard of yet"
     doing = f"phase {beat['phase']} of " if beat["phase"] else ""
     seconds = f" for {beat['seconds']:.0f} s" if beat["phase"] else ""
     return f"process {name} ({beat['host']}), last in {doing}step {beat['step']}{seconds}"

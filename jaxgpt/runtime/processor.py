@@ -48,6 +48,19 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def cores_key() -> str:
+    """Return what tells the cores this process may use from those of any other machine.
+
+    Processes in containers of one machine have other host names, and perhaps the same cores.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        machine = platform.node()
+    return f"{machine} {','.join(map(str, cores))}"
+
+
 def cache_folder(*names: str) -> tuple[Path | None, str]:
     """Return (folder, "") below the user's cache, owner-only; or (None, why it cannot be used).
 

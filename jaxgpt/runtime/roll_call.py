@@ -29,6 +29,8 @@ PAUSE = 0.2  # seconds between attempts to reach the coordinator
 PATIENCE = 15.0  # seconds after which it is said what is waited for, and again
 GRACE = 10.0  # seconds that the answer may come after the time limit, as nobody starts at once
 LINGER = 3.0  # seconds for which late ones are told what is wrong
+PULSE = 2.0  # seconds between the signs of life of process 0 while it waits
+GONE = 40.0  # seconds after which a process that came is given up: without a sign, or not back
 SHOWN = 8  # processes that are named one by one
 
 
@@ -70,13 +72,20 @@ def roll_call(
     if process != 0:
         return _attend(address, me, timeout, say)
     _allow_connections(processes)
+    frozen: list[Present] = []
     with _listen(port) as server:
-        call = threading.Thread(target=_call, args=(server, processes, timeout, say), daemon=True)
+        call = threading.Thread(
+            target=_call, args=(server, processes, timeout, say, frozen), daemon=True
+        )
         call.start()
         try:  # through the network as everyone else: a wrong address is found out here as well
-            return _attend(address, me, timeout, lambda line: None)
+            names = _attend(address, me, timeout, lambda line: None)
         finally:
-            call.join(LINGER + GRACE)
+            call.join(LINGER + 2 * GRACE)
+    if frozen:
+        those = _some(f"process {one.process} ({one.host}, pid {one.pid})" for one in frozen)
+        raise HangError(f"all {processes} processes came, but {those} gave no answer: frozen")
+    return names
 
 
 # Process 0 calls.
@@ -104,12 +113,20 @@ def _allow_connections(number: int) -> None:
 
 
 def _call(
-    server: socket.socket, processes: int, timeout: float, say: Callable[[str], None]
+    server: socket.socket,
+    processes: int,
+    timeout: float,
+    say: Callable[[str], None],
+    frozen: list[Present],
 ) -> None:
-    """Listen until all are there, something is wrong or time is up, and answer all alike."""
-    began = noted = time.monotonic()
+    """Listen until all are there, something is wrong or time is up, and answer all alike.
+
+    Those who do not take the answer, though all are there, are added to `frozen`.
+    """
+    began = noted = pulse = time.monotonic()
     heard: dict[socket.socket, bytes] = {}
     here: dict[socket.socket, Present] = {}
+    left: dict[int, tuple[Present, float]] = {}  # by number: who came and is gone, and since when
     answer: dict[str, Any] | None = None
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
@@ -126,10 +143,14 @@ def _call(
                     selector.unregister(connection)
                     connection.close()
                     del heard[connection]
-                    here.pop(connection, None)
+                    if gone := here.pop(connection, None):
+                        left[gone.process] = gone, time.monotonic()
             now = time.monotonic()
             if answer is None:
-                answer = _verdict(here.values(), processes)
+                for one in here.values():
+                    left.pop(one.process, None)
+                still = [one for connection, one in here.items() if not _has_left(connection)]
+                answer = _verdict(still, processes) or _deserted(left, now)
                 if answer is None and now - began > timeout:
                     error = _missing(here, processes, timeout)
                     answer = {"code": HangError.exit_code, "error": error}
@@ -139,22 +160,43 @@ def _call(
                     noted = now
                     say(_missing(here, processes, now - began))
             if answer:
-                for connection in list(here):
+                for connection in here:
                     selector.unregister(connection)
-                    _tell(connection, answer)
-                    del here[connection], heard[connection]
+                    del heard[connection]
+                silent = _tell(here, answer)
+                here.clear()
                 if answer["code"] == 0:
+                    frozen += silent
                     break
+            elif now - pulse > PULSE:
+                pulse = now
+                for connection in here:
+                    with contextlib.suppress(OSError):
+                        connection.send(b" ")
     for connection in heard:
         connection.close()
 
 
-def _tell(connection: socket.socket, answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError), connection:
-        connection.settimeout(LINGER)
-        connection.sendall(json.dumps({"roll": MAGIC, **answer}).encode() + b"\n")
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(1)  # they close first, which leaves the port free for JAX
+def _tell(here: dict[socket.socket, Present], answer: dict[str, Any]) -> list[Present]:
+    """Give all the answer, and return those who have not taken it after GRACE seconds."""
+    line = json.dumps({"roll": MAGIC, **answer}).encode() + b"\n"
+    waiting = dict(here)
+    with selectors.DefaultSelector() as selector:
+        for connection in here:
+            with contextlib.suppress(OSError):
+                connection.settimeout(LINGER)
+                connection.sendall(line)
+                connection.shutdown(socket.SHUT_WR)
+            selector.register(connection, selectors.EVENT_READ)
+        deadline = time.monotonic() + GRACE
+        while waiting and time.monotonic() < deadline:
+            # They close first, which leaves the port free for JAX.
+            for key, _ in selector.select(0.2):
+                selector.unregister(key.fileobj)
+                del waiting[key.fileobj]
+    for connection in here:
+        connection.close()
+    return list(waiting.values())
 
 
 def _hear(
@@ -178,6 +220,16 @@ def _hear(
         return False
     here[connection] = Present(*(said[name] for name in types))
     return True
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Tell whether the other side has closed the connection, without taking what it said."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -214,6 +266,18 @@ def _verdict(present: Collection[Present], processes: int) -> dict[str, Any] | N
     return {"code": 0, "hosts": [first[number].host for number in range(processes)]}
 
 
+def _deserted(left: dict[int, tuple[Present, float]], now: float) -> dict[str, Any] | None:
+    """Return the answer to all when a process came, left, and is not back in time."""
+    for one, since in left.values():
+        if now - since > GONE:
+            error = (
+                f"process {one.process} ({one.host}, pid {one.pid}) came and ended before the "
+                f"others were there, and was not started again for {now - since:.0f} s"
+            )
+            return {"code": HangError.exit_code, "error": error}
+    return None
+
+
 def _missing(here: dict[socket.socket, Present], processes: int, seconds: float) -> str:
     present = {one.process: one.host for one in here.values()}
     missing = _some(str(number) for number in range(processes) if number not in present)
@@ -236,21 +300,22 @@ def _some(names: Iterable[str]) -> str:
 def _attend(
     address: str, me: Present, timeout: float, say: Callable[[str], None]
 ) -> tuple[str, ...]:
-    host, port = split_address(address)
     began = noted = time.monotonic()
+    sign: float | None = None  # when process 0 was last heard of
     while True:
-        try:
-            with socket.create_connection((host, port), timeout=GRACE) as connection:
-                answer = _ask(connection, me, began + timeout + GRACE - time.monotonic())
-            problem = "what listens there is another program, or a run that has begun already"
-        except OSError as error:
-            answer, problem = {}, str(error.strerror or error)
+        answer, problem, latest = _ask(address, me, began + timeout + GRACE)
+        sign = latest or sign
         if answer.get("code") == 0:
             return tuple(map(str, answer["hosts"]))
         if answer:
             refused = ConfigError if answer["code"] == ConfigError.exit_code else HangError
             raise refused(str(answer["error"]))
         now = time.monotonic()
+        if sign and now - sign > GONE:
+            raise HangError(
+                f"process 0 at {address} waited for the others and then gave no sign of life for "
+                f"{now - sign:.0f} s ({problem}): it has ended, or is frozen"
+            )
         seconds = f"for {now - began:.0f} s ({problem})"
         text = f"process {me.process} ({me.host}) found no process 0 at {address} {seconds}"
         if now - began > timeout and me.process == 0:
@@ -266,13 +331,25 @@ def _attend(
         time.sleep(PAUSE)
 
 
-def _ask(connection: socket.socket, me: Present, seconds: float) -> dict[str, Any]:
-    """Say who this is and return the answer; empty if none of the roll call's comes."""
-    connection.sendall(json.dumps({"roll": MAGIC, **me._asdict()}).encode() + b"\n")
-    connection.settimeout(max(1.0, seconds))
-    line = b""
-    while len(line) < MAX_ANSWER and (data := connection.recv(1 << 16)):
-        line += data
-        if not line.startswith(b'{"roll"'[: len(line)]):
-            break  # a server of JAX speaks at once, and of something else
-    return _parse(line)
+def _ask(address: str, me: Present, until: float) -> tuple[dict[str, Any], str, float | None]:
+    """Say who this is; return the answer, or {} and why there is none, and process 0's last sign.
+
+    A sign is anything in the form of the roll call, and the time is that of the monotonic clock.
+    """
+    line, sign = b"", None
+    try:
+        with socket.create_connection(split_address(address), timeout=GRACE) as connection:
+            connection.sendall(json.dumps({"roll": MAGIC, **me._asdict()}).encode() + b"\n")
+            while len(line) < MAX_ANSWER:
+                left = until - time.monotonic()
+                connection.settimeout(max(1.0, min(GONE, left) if sign else left))
+                if not (data := connection.recv(1 << 16)):
+                    break
+                line = (line + data).lstrip(b" ")
+                if not line.startswith(b'{"roll"'[: len(line)]):
+                    break  # a server of JAX speaks at once, and of something else
+                sign = time.monotonic()
+    except OSError as error:
+        return {}, str(error.strerror or error), sign
+    problem = "what listens there is another program, or a run that has begun already"
+    return _parse(line), "it closed the connection" if sign else problem, sign

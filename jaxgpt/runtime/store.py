@@ -13,7 +13,7 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 PATIENCE = 5.0  # seconds
@@ -22,6 +22,7 @@ SHOWN = 8  # processes that are named one by one
 _meetings = itertools.count(1)
 _used: dict[str, int] = {}  # how often a name was used in this meeting
 _meeting = "jaxgpt/0"
+_hosts: dict[str, str] = {}  # names by process
 _kept: Any = None  # the client of a process that has left without a goodbye
 
 
@@ -33,6 +34,16 @@ def num_processes() -> int:
 def process_index() -> int:
     """Return the number of this process, from 0; unlike jax.process_index, it starts no device."""
     return _state().process_id if _client() is not None else 0
+
+
+def know(names: Sequence[str]) -> None:
+    """Remember on which hosts the processes run, in their order."""
+    _hosts.update((str(number), name) for number, name in enumerate(names))
+
+
+def host(number: str) -> str:
+    """Return the name of the host of a process, as far as this one knows it."""
+    return _hosts.get(number, "host unknown")
 
 
 def meet() -> None:
@@ -110,8 +121,8 @@ def from_first(name: str, value: Any, timeout: float) -> Any:
 
 def describe(numbers: list[int]) -> str:
     """Return processes with the names of their hosts, at most 8 of them."""
-    hosts = read("hosts")
-    names = [f"process {n} ({hosts.get(str(n), 'host unknown')})" for n in numbers[:SHOWN]]
+    _hosts.update(read("hosts"))
+    names = [f"process {n} ({host(str(n))})" for n in numbers[:SHOWN]]
     more = len(numbers) - SHOWN
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 

@@ -245,8 +245,7 @@ def _chunked_forward(
     start = _place(jnp.zeros((*h.shape[:2], *head.shape), jnp.float32), opt, PARTIAL)
     (sums, head_grad), h_grad = _scan(body, (NOTHING, start), (h, t, w), opt.chunk)
     h_grad = _join(h_grad, hidden.shape).astype(hidden.dtype)
-    # Placed as the head itself, the sum over devices is a reduce-scatter.
-    head_grad = opt.shards.constrain(head_grad.sum((0, 1)), HEAD)
+    head_grad = _sum_shards(head_grad, opt)
     return sums, (h_grad, head_grad.astype(head.dtype))
 
 
@@ -277,6 +276,19 @@ def _prepare(
 
     head = opt.shards.constrain(head.astype(opt.dtype), PARTIAL)
     return split(hidden.astype(opt.dtype)), head, split(targets), split(weights)
+
+
+def _sum_shards(partial: Array, opt: _Options) -> Array:
+    """Return the sum [V, D] of the shards' [S, C, V, D], placed as the head itself.
+
+    First over the devices that hold parts of D, as a reduce-scatter, then over replicas of a part:
+    asked for both at once, XLA all-reduces the whole: at 70B 8.4 GB sent in place of 4.2.
+    """
+    S, C, *shape = partial.shape
+    replicas = opt.shards.split("replicas")
+    R = replicas if S % replicas == 0 else 1
+    grouped = partial.reshape(R, S // R, C, *shape).sum((1, 2))  # [R, V, D]
+    return opt.shards.constrain(opt.shards.constrain(grouped, ("replicas", *HEAD)).sum(0), HEAD)
 
 
 def _join(x: Array, shape: tuple[int, ...]) -> Array:

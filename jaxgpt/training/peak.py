@@ -39,10 +39,13 @@ class Peak:
     source: str
 
 
-def measure_matmul_peak(dtype: DTypeLike, devices: Sequence[jax.Device]) -> Peak:
+def measure_matmul_peak(
+    dtype: DTypeLike, devices: Sequence[jax.Device], processors: int = 1
+) -> Peak:
     """Return the peak of `devices` for products in `dtype`, measuring at most about half a second.
 
-    Simulated CPU devices share one processor, so a CPU counts once per process.
+    Simulated CPU devices share the cores of a machine, and so may processes: CPUs count as the
+    `processors` that they are.
     """
     name = np.dtype(dtype).name
     kind, platform = devices[0].device_kind, devices[0].platform
@@ -50,7 +53,7 @@ def measure_matmul_peak(dtype: DTypeLike, devices: Sequence[jax.Device]) -> Peak
     if name == "bfloat16" and chip is not None:
         source = f"published dense bfloat16 peak of {kind} x {len(devices)}"
         return Peak(chip.flops * len(devices), source)
-    count = len({d.process_index for d in devices}) if platform == "cpu" else len(devices)
+    count = processors if platform == "cpu" else len(devices)
     hardware = f"{processor.num_cores()} CPU cores" if platform == "cpu" else kind
     source = f"best {name} matmul measured on {hardware}" + (f" x {count}" if count > 1 else "")
     return Peak(_best_rate(name, platform) * count, source)

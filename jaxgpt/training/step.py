@@ -19,13 +19,12 @@ from jax.sharding import Mesh
 
 from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
-from jaxgpt.errors import ConfigError
 from jaxgpt.model import gpt, pipeline, staging
 from jaxgpt.model import params as parameters
 from jaxgpt.model.attention import asked
 from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import Params
-from jaxgpt.parallel.mesh import check_batch, check_model, platform
+from jaxgpt.parallel.mesh import check_batch, check_model
 from jaxgpt.parallel.sharding import Placement, batch_sharding, replicated
 from jaxgpt.parallel.xla_options import step_options
 from jaxgpt.training import routing
@@ -110,7 +109,7 @@ def gradients(
         return _of_pipeline(cfg, mesh, chunk, params, batch, seed)
     # With several micro-batches each replica sums its own gradients, and they meet once, at the
     # end. Left to the partitioner they would meet after each micro-batch.
-    replicas = mesh.shape["data"] if mesh is not None and A > 1 and _maps(mesh, batch) else 1
+    replicas = mesh.shape["data"] if mesh is not None and A > 1 else 1
     shards = Placement(mesh, ("data",) if replicas > 1 else ())
     differentiate = jax.value_and_grad(functools.partial(_loss, cfg, shards, chunk), has_aux=True)
 
@@ -175,16 +174,21 @@ def _of_pipeline(
             dtype=dtype,
             dropout_key=keys,
             impl=asked(cfg),
+            taps=True,
         )
-        targets, _ = staging.at_the_end(batch.targets, rounds, shards)
-        weights, numbers = staging.at_the_end(batch.weights, rounds, shards)
-        weights = jnp.where(numbers[..., None] < 0, 0, weights)
         loss = shards.over(
             "stages",
             lambda shards, *of_stage: _token_loss(cfg, shards, chunk, rest)(*of_stage),
         )
-        main = jax.tree.map(lambda x: x.sum(0), loss(out.hidden, targets, weights))
-        return _total(cfg, main, [], out.router)
+
+        def of(end: pipeline.End) -> LossSums:
+            targets, _ = staging.at_the_end(batch.targets, end.after, shards)
+            weights, numbers = staging.at_the_end(batch.weights, end.after, shards)
+            weights = jnp.where(numbers[..., None] < 0, 0, weights)
+            return jax.tree.map(lambda x: x.sum(0), loss(end.hidden, targets, weights))
+
+        others = [of(out.taps[n]).total for n in cfg.model.aux_layers]
+        return _total(cfg, of(out.end), others, out.router)
 
     def one(batch: Batch, rows: Array) -> tuple[tuple, Metrics]:
         keys = jax.vmap(jax.vmap(lambda row: jax.random.fold_in(seed, row)))(rows)
@@ -201,15 +205,6 @@ def _of_pipeline(
         grads, sums = jax.tree.map(lambda x: x.sum(0), one(*parts))
     of_layers = staging.unplace(cfg.model, grads[1], rounds, Placement(mesh))
     return _placed(cfg, mesh, grads[0].replace(layers=of_layers)), sums
-
-
-def _maps(mesh: Mesh, batch: Batch) -> bool:
-    """Return whether the model can be mapped over replicas.
-
-    Not where cuDNN's attention has the mask of documents: the batching rule of JAX 0.12 expects a
-    mask for each head.
-    """
-    return platform(mesh) != "gpu" or batch.segment_ids is None
 
 
 def _placed(cfg: Config, mesh: Mesh | None, grads: Params, lead: str = "") -> Params:
@@ -309,12 +304,6 @@ def make_train_step(cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: Tr
     """
     check_batch(mesh, cfg.train.global_batch, cfg.train.micro_rows)
     check_model(mesh.shape, cfg)
-    if cfg.data.document_mask and mesh.shape["stage"] > 1 and platform(mesh) == "gpu":
-        if cfg.train.attention in ("auto", "cudnn"):
-            raise ConfigError(
-                f'train.attention = "{cfg.train.attention}": cuDNN with data.document_mask does '
-                f'not run in a pipeline (mesh.stage = {mesh.shape["stage"]}); use "blocks"'
-            )
     return jax.jit(
         functools.partial(train_step, cfg, optimizer, mesh=mesh),
         in_shardings=(shardings, batch_sharding(mesh)),

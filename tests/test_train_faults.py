@@ -1,4 +1,7 @@
-"""Training on several real processes: they stop together, end together, or do not begin."""
+"""Faults of several real processes that train: they stop or end together, or do not begin.
+
+What they compute is in test_train_processes.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,22 @@ def root(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def training(root: Path, run: str, silent: float, *more: str, **changes: object) -> Iterator[list]:
-    """Train in two processes; `more` is for the second alone."""
+def training(
+    root: Path,
+    run: str,
+    silent: float,
+    *more: str,
+    last: dict[str, str] | None = None,
+    **changes: object,
+) -> Iterator[list]:
+    """Train in two processes; `more` and the variables of `last` are for the second alone."""
 
     def command(port: int, process: int) -> list[str]:
         words = ["train", *overrides(root, run, **ENDLESS | changes), *(more if process else ())]
         flags = ["--coordinator", f"localhost:{port}", "--process", str(process), "--processes=2"]
         return ["-m", "jaxgpt.cli", *words, *flags]
 
-    with group(2, command, silent) as children:
+    with group(2, command, silent, last) as children:
         yield children
 
 
@@ -84,3 +94,28 @@ def test_processes_with_other_configurations_all_exit_78_before_anything_is_made
         assert len(lines) == 2 and "model.num_layers: process 1" in lines[0]
         assert "optim.lr: process 1" in lines[1] and "has 0.5, process 0" in lines[1]
     assert not (root / "unlike").exists()
+
+
+def test_a_save_that_fails_on_one_host_is_tried_again_by_all_at_one_step(root):
+    ckpt, fault = root / "retried" / "ckpt", {"JAXGPT_FAULT": "save.written:1:enospc"}
+
+    def saved() -> list[int]:
+        return sorted(int(path.name.split(".")[0]) for path in ckpt.glob("*.ok.json"))
+
+    with training(root, "retried", 60, last=fault) as children:
+        wait_for_step(root / "retried", 3, children)
+        children[0].send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 120
+        while len(saved()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        # What process 1 reports as failed is whole, so it stays; the second is the second try.
+        first, second = saved()
+        children[0].send_signal(signal.SIGTERM)
+        said = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [75, 75], said
+    assert len(saved()) == 3 and first < second
+    for number, text in enumerate(said):
+        (failure,) = (line for line in text.splitlines() if "trying again" in line)
+        assert "No space left on device" in failure
+        assert ("[" in failure) == (number == 1)  # signed
+    assert "process 1: " in said[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts_child import BATCHES, DEVICES, POSITIONS, STEPS, T
+from pipeline_child import BATCHES, DEVICES, POSITIONS, STEPS, T
 from runs import process_environment
 from stores import random_documents, write_store
 from test_audit import by_hand
@@ -51,7 +51,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def held(request, store) -> list[dict]:
     """What each of some processes that read together has printed."""
-    child, port = str(Path(__file__).with_name("hosts_child.py")), free_port()
+    child, port = str(Path(__file__).with_name("pipeline_child.py")), free_port()
     running = [
         subprocess.Popen(
             [sys.executable, child, str(store), str(process), str(request.param), str(port)],

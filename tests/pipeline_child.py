@@ -1,6 +1,6 @@
 """One of several processes that read a store together; prints a digest of each row it holds.
 
-    hosts_child.py STORE PROCESS PROCESSES PORT
+    pipeline_child.py STORE PROCESS PROCESSES PORT
 
 Prints one JSON object: {"DEVICES,BATCH,POSITION": {global position: digest of the sample}}, and
 under "digests" what training records of the rows of the largest batch, by the same keys.
