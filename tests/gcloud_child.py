@@ -11,7 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import BinaryIO
 
 cloud = Path(os.environ["CLOUD"])
 verb, words = sys.argv[4], sys.argv[5:]
@@ -23,8 +25,17 @@ if options.get("--worker") == "0":
     hosts = hosts[:1]
 
 
+def pass_on(source: BinaryIO, to: BinaryIO) -> None:
+    for line in source:
+        to.write(line)
+        to.flush()
+
+
 def run(host: Path) -> int:
-    """Run a command on a host, in a session of its own; what it prints is passed on."""
+    """Run a command on a host, in a session of its own; what it prints is passed on.
+
+    Both streams are, as by ssh: what a command says after the connection has ended reaches nobody.
+    """
     if (host / "deaf").exists():
         (host / "deaf").unlink()
         return 255
@@ -34,11 +45,13 @@ def run(host: Path) -> int:
         env=os.environ | {"HOME": str(host)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    for line in remote.stdout:
-        sys.stdout.buffer.write(line)
-        sys.stdout.flush()
+    errors = threading.Thread(target=pass_on, args=(remote.stderr, sys.stderr.buffer), daemon=True)
+    errors.start()
+    pass_on(remote.stdout, sys.stdout.buffer)
+    errors.join()
     return remote.wait()
 
 
