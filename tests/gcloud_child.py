@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -55,33 +56,32 @@ def run(host: Path) -> int:
     return remote.wait()
 
 
+# Not as KeyboardInterrupt, which Python drops where it comes inside one of its own callbacks.
+signal.signal(signal.SIGINT, lambda *_: os._exit(int(os.environ.get("INTERRUPTED", "130"))))
 code = 0
-try:
-    if verb == "describe":
-        if not state:
-            sys.exit(1)
-        print(state)
-        if coming.exists() and (states := coming.read_text().split()):
-            state_file.write_text(states[0])
-            coming.write_text("\n".join(states[1:]))
-    elif verb == "create":
-        if refusal.exists():
-            sys.exit(refusal.read_text())
-        for number in range(int(os.environ["HOSTS"])):
-            (cloud / f"host{number}").mkdir(exist_ok=True)
-        state_file.write_text(os.environ.get("NEW", "ACTIVE"))
-    elif verb == "delete":
-        for host in hosts:
-            host.rename(cloud / f"gone-{len(list(cloud.glob('gone-*')))}")
-        state_file.unlink(missing_ok=True)
-    elif state != "ACTIVE":
-        code = 1
-    elif verb == "scp":
-        for host in hosts:
-            shutil.copy(words[0], host / words[1].partition(":")[2])
-    elif verb == "ssh":
-        code = max([run(host) for host in hosts], default=1)
-except KeyboardInterrupt:
-    code = int(os.environ.get("INTERRUPTED", "130"))
+if verb == "describe":
+    if not state:
+        sys.exit(1)
+    print(state)
+    if coming.exists() and (states := coming.read_text().split()):
+        state_file.write_text(states[0])
+        coming.write_text("\n".join(states[1:]))
+elif verb == "create":
+    if refusal.exists():
+        sys.exit(refusal.read_text())
+    for number in range(int(os.environ["HOSTS"])):
+        (cloud / f"host{number}").mkdir(exist_ok=True)
+    state_file.write_text(os.environ.get("NEW", "ACTIVE"))
+elif verb == "delete":
+    for host in hosts:
+        host.rename(cloud / f"gone-{len(list(cloud.glob('gone-*')))}")
+    state_file.unlink(missing_ok=True)
+elif state != "ACTIVE":
+    code = 1
+elif verb == "scp":
+    for host in hosts:
+        shutil.copy(words[0], host / words[1].partition(":")[2])
+elif verb == "ssh":
+    code = max([run(host) for host in hosts], default=1)
 sys.stdout.flush()
 os._exit(code)
