@@ -21,8 +21,12 @@ def program(path: Path, body: str) -> Path:
 
 
 def recorder(path: Path, calls: Path, body: str = "") -> Path:
-    """Write a program that appends its name and words to `calls`, as a line of NAME|WORD|WORD."""
-    note = f"{{ printf %s {path.name}; printf '|%s' \"$@\"; echo; }} >>{calls}"
+    """Write a program that appends its name and words to `calls`, as a line of NAME|WORD|WORD.
+
+    In one write, so that whoever reads meanwhile sees whole lines.
+    """
+    words = f"{path.name}$(printf '|%s' \"$@\")"
+    note = f"printf '%s\\n' \"{words}\" >>{calls}"
     return program(path, f"{note}\n{body}")
 
 
