@@ -140,6 +140,14 @@ def test_requeued_starts_without_progress_are_counted_and_come_to_an_end(tmp_pat
     assert left(tmp_path) == []
 
 
+def test_the_host_that_ended_the_job_is_counted_over_its_starts(tmp_path):
+    body = f'echo node02 >"$JAXGPT_BLAME"\n{planned(tmp_path, "76:5", "76:6")}'
+    said = [ended(submit(tmp_path, body, nodes=1))[2].splitlines()[-1] for _ in range(2)]
+    assert said[0].endswith("restart 1 in 0 s; host node02 ended it")
+    assert said[1].endswith("; host node02 ended it 2 times: look at it, or leave it out")
+    assert left(tmp_path) == ["slurm-77.restarts"]
+
+
 def test_the_signal_before_the_time_limit_reaches_every_task(tmp_path):
     body = f"""
     trap 'echo TERM >>{tmp_path}/got.$SLURM_PROCID; exit 75' TERM

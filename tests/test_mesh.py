@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -76,6 +77,23 @@ def test_neighbouring_devices_are_neighbours_in_tensor():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     ids = np.vectorize(lambda device: device.id)(mesh.devices)[0, :, :, 0, 0]
     np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 128}, {"fsdp": 16, "tensor": 16}])
+def test_an_axis_that_no_dimensions_of_the_torus_make_up_is_placed_all_the_same(axes):
+    class Device(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    devices = [
+        Device(coords=coords, core_on_chip=0, platform="tpu", device_kind="TPU v5", process_index=0)
+        for coords in np.ndindex(4, 8, 8)
+    ]
+    placed = make_mesh(MeshConfig(**axes), devices).devices
+    assert {device.coords for device in placed.flat} == set(np.ndindex(4, 8, 8))
+    # What talks most is close together: the devices of each row of the last axis are a box.
+    for row in placed.reshape(-1, 16 if "tensor" in axes else 128):
+        across = [set(values) for values in zip(*(d.coords for d in row), strict=True)]
+        assert math.prod(map(len, across)) == len(row)
 
 
 def sizes_of(**axes: int) -> dict[str, int]:

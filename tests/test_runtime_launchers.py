@@ -215,7 +215,11 @@ def test_an_address_in_the_environment_replaces_that_of_slurm():
 
 
 def test_a_word_for_a_number_is_refused_by_name():
-    assert "SLURM_PROCID = x" in refused(SLURM | {"SLURM_PROCID": "x"})
+    assert "SLURM_PROCID = 'x': must be a whole number" in refused(SLURM | {"SLURM_PROCID": "x"})
+    for job in ("abc", ""):
+        assert f"SLURM_JOB_ID = {job!r}: must be" in refused(SLURM | {"SLURM_JOB_ID": job})
+    without = {name: value for name, value in MPI.items() if name != "OMPI_COMM_WORLD_RANK"}
+    assert refused(without).startswith("OMPI_COMM_WORLD_RANK is missing; ")
 
 
 # TPU.

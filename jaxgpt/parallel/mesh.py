@@ -79,18 +79,23 @@ def make_mesh(
 ) -> Mesh:
     """Return the mesh over `devices` (default: all devices of all processes).
 
-    Neighbours in `tensor`, then `context`, are placed on the fastest links. `apart`: what differs
-    between slices; "process_index" for GPUs that are only compiled for, of which JAX says no slice.
+    Neighbours in `tensor`, then `context`, are placed on the fastest links; an axis of a TPU mesh
+    takes whole dimensions of the torus where it can, and parts of them where not. `apart`: what
+    differs between slices; "process_index" for GPUs that are only compiled for, of which JAX says
+    no slice.
     Raises ConfigError as `axis_sizes` and `slow_sizes` do.
     """
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(cfg, len(devices))
     slices = {getattr(device, apart, 0) for device in devices}
     slow = slow_sizes(cfg, sizes, len(slices))
-    types = (AxisType.Auto,) * len(AXES)
     if len(slices) == 1:
-        return jax.make_mesh(tuple(sizes.values()), AXES, types, devices=devices)
-    return Mesh(arrange(devices, sizes, slow, apart), AXES, axis_types=types)
+        placed = mesh_utils.create_device_mesh(
+            tuple(sizes.values()), devices, allow_split_physical_axes=True
+        )
+    else:
+        placed = arrange(devices, sizes, slow, apart)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def arrange(
@@ -102,7 +107,11 @@ def arrange(
     """Return devices of several slices as an array of `sizes`; see `slow_sizes`, `make_mesh`."""
     fast = [sizes[axis] // slow[axis] for axis in sizes]
     return mesh_utils.create_hybrid_device_mesh(
-        fast, [slow[axis] for axis in sizes], devices, process_is_granule=apart == "process_index"
+        fast,
+        [slow[axis] for axis in sizes],
+        devices,
+        process_is_granule=apart == "process_index",
+        allow_split_physical_axes=True,
     )
 
 

@@ -184,7 +184,8 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     source = f"SLURM_PROCID of SLURM_NTASKS, job {job}"
     if processes == 1:
         return _alone(source)
-    address = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{_port(environ, int(job))}"
+    port = _port(environ, _number(environ, "SLURM_JOB_ID"))
+    address = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
     here = _tasks_here(environ, processes)
     devices, expected = _share(environ, local, here)
     return _checked("slurm", address, process, processes, devices, source, expected)
@@ -282,6 +283,8 @@ def _number(values: Mapping[str, str | None], name: str, default: int | None = N
     word = values.get(name)
     if word in (None, "") and default is not None:
         return default
-    if word is None or not word.isdecimal():
-        raise ConfigError(f"{name} = {word}: must be a whole number; {OFF}")
+    if word is None:
+        raise ConfigError(f"{name} is missing; {OFF}")
+    if not word.isdecimal():
+        raise ConfigError(f"{name} = {word!r}: must be a whole number; {OFF}")
     return int(word)
