@@ -249,13 +249,13 @@ def test_the_ways_in_which_a_child_fails_are_told_apart(
 
 def test_a_program_that_does_not_fit_is_a_result(tmp_path, monkeypatch):
     answer = {
-        "outcome": "does_not_fit", "line": child.misfit(26.84 * GIB, 15.75 * GIB),
+        "outcome": "does_not_fit", "line": child.misfit(26.84e9, 16.91e9),
         "needed_bytes": 3, "available_bytes": 2, "platform": "tpu", "device_kind": "TPU v5 lite",
         "num_devices": 4, "mesh": {"fsdp": 4},
     }  # fmt: skip
     program(tmp_path, monkeypatch, f"cat > /dev/null; echo '{json.dumps(answer)}'")
     done = compiling.compile_step(tiny("data=8"), CPU)
-    assert compiling.describe(done) == ["does not fit: needs 26.84 GiB of 15.75 GiB per device"]
+    assert compiling.describe(done) == ["does not fit: needs 26.84 of 16.91 GB per device"]
     assert (done.needed_bytes, done.available_bytes, done.peak_bytes) == (3, 2, 0)
 
 

@@ -199,11 +199,13 @@ def _activations(layout: Layout) -> list[Part]:
                 del device["block_in"]
             how = f"{turns} turns x {stream:,} ({layout.tokens:,} tokens)"
             parts.append(Part("inputs of a stage", turns * stream, how, "saved"))
-        how = f"{turns} turns x 2 x {layout.tokens:,} tokens x {layout.cfg.model.embed_dim:,}"
-        parts.append(Part("masks of empty turns", turns * stream // layout.compute * 2, how,
-                          "saved"))  # fmt: skip
         how = f"3 x {layout.places} micro-batches that wait or are done x {stream:,}"
         parts.append(Part("belt", 3 * layout.places * stream, how, "saved"))
+        if taps := len(layout.cfg.model.aux_layers):
+            # A belt of results for each auxiliary loss, its gradient, and what is normalised of it.
+            how = f"{taps} auxiliary losses x 3 x {layout.places} micro-batches x {stream:,}"
+            parts.append(Part("belts of auxiliary losses", 3 * taps * layout.places * stream, how,
+                              "saved"))  # fmt: skip
     for moment, names in (("saved", device), ("host", host)):
         for name, size in names.items():
             how = f"{where} x {size:,} ({layout.tokens:,} tokens)"
