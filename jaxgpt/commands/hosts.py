@@ -54,8 +54,11 @@ def watched(names: Sequence[str], args: argparse.Namespace) -> Iterator[None]:
     if len(names) == 1:
         yield
         return
+
+    def facts() -> dict[str, Any]:
+        return facts_of_start(Config()) | facts_of_evaluation(args)
+
     with Watchdog() as dog, Peers(dog) as peers, peers.telling(), dog.phase("eval"):
-        facts = lambda: facts_of_start(Config()) | facts_of_evaluation(args)  # noqa: E731
         check_agreement("start", facts, hosts.START_TIMEOUT)
         yield
 
