@@ -250,6 +250,7 @@ ROWS = ("train.global_batch=128", "train.micro_batch=64")
 STAGES = ("mesh.data=2", "mesh.stage=4", "model.stacked=true", "train.micro_batch=64")
 HALF = ("mesh.data=1", "train.micro_batch=32", "train.global_batch=256")
 NONE = ("model.remat=none",)
+EXPERTS = "mesh.expert=8"
 COMPILED = [
     ("llama3_8b", "v5p-64", 32, (), 37.616),
     ("llama3_8b", "v6e-256", 2, (), 6.894),
@@ -262,10 +263,10 @@ COMPILED = [
     ("gpt2_124m", "h100x8", 12, (*STAGES, "model.remat=full"), 4.323),
     ("gpt2_124m", "h100x8", 12, STAGES, 98.254),
     ("gpt2_124m", "v5p-8", 12, (*STAGES, *HALF, "model.remat=full"), 4.150),
-    ("mixtral_8x7b", "h100x8", 2, SHORT, 59.253),
-    ("mixtral_8x7b", "v5p-16", 2, SHORT, 41.798),
-    ("qwen3_30b_a3b", "h100x8", 2, ROWS, 20.872),
-    ("qwen3_30b_a3b", "v5p-16", 2, ROWS, 18.466),
+    ("mixtral_8x7b", "h100x8", 2, (*SHORT, EXPERTS), 59.253),
+    ("mixtral_8x7b", "v5p-16", 2, (*SHORT, EXPERTS), 41.798),
+    ("qwen3_30b_a3b", "h100x8", 2, (*ROWS, EXPERTS), 20.872),
+    ("qwen3_30b_a3b", "v5p-16", 2, (*ROWS, EXPERTS), 18.466),
 ]
 
 

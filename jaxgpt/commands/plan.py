@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxgpt.planning.search import Candidate
 
 GB = 1e9
-MANY = 64  # devices of a slice, from which on libtpu takes minutes
+MANY = 64  # devices; for more of them libtpu takes longer
 
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:

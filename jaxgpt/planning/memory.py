@@ -312,21 +312,14 @@ def _experts(layout: Layout) -> list[Part]:
     Of twins of Mixtral 8x7B and Qwen3 30B-A3B with two layers: on a TPU v5p gate, up and hidden
     rows of F and five of D, on an H100 as much, or five of F and three of D.
     """
-    m, c, D, E = (
-        layout.cfg.model,
-        layout.compute,
-        layout.cfg.model.embed_dim,
-        layout.sizes["expert"],
-    )
+    m, c, E = layout.cfg.model, layout.compute, layout.sizes["expert"]
+    D = m.embed_dim
     F = layout.split(m.expert_width, "tensor")
     rows = E * slots_per_turn(layout.tokens, m.experts_per_token, m.num_experts, E)
     widths = [(5, 3), (3, 5)] if layout.target.chip.platform == "gpu" else [(5, 3)]
     d, f = max(widths, key=lambda pair: pair[0] * D + pair[1] * F)
-    own = sum(
-        layout.used(weight) // m.num_layers
-        for weight in layout.weights
-        if weight.in_layers and "experts" in weight.axes and len(weight.shape) > 3
-    )
+    matrices = (w for w in layout.weights if {"experts", "embed", "mlp"} <= {*w.axes})
+    own = sum(layout.used(weight) // m.num_layers for weight in matrices if weight.in_layers)
     return [
         Part("slots of experts", c * rows * (d * D + f * F),
              f"{c} x {rows:,} places x ({d} x {D:,} + {f} x {F:,})", "block"),
