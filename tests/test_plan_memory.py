@@ -14,7 +14,8 @@ from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError
 from jaxgpt.planning.hardware import Target, parse
 from jaxgpt.planning.layout import layout, state_sizes, with_vocabulary
-from jaxgpt.planning.memory import estimate, kept, state_bytes, tensors
+from jaxgpt.planning.memory import estimate, state_bytes
+from jaxgpt.planning.tensors import kept, tensors
 
 # 2 blocks, D 32, N 4, K 2, H 8, F 128, V 64, T 16, untied: per block 32 (4 + 2 + 2) 8 + 32 32 +
 # 3 32 128 + 2 32 = 15,424 weights; 2 64 32 + 32 outside.
@@ -263,6 +264,8 @@ COMPILED = [
     ("gpt2_124m", "h100x8", 12, (*STAGES, "model.remat=full"), 4.323),
     ("gpt2_124m", "h100x8", 12, STAGES, 98.254),
     ("gpt2_124m", "v5p-8", 12, (*STAGES, *HALF, "model.remat=full"), 4.150),
+    ("mixtral_8x7b", "h100x64", 2, (), 46.53),
+    ("qwen3_30b_a3b", "h100x64", 2, (), 13.42),
     ("mixtral_8x7b", "h100x8", 2, (*SHORT, EXPERTS), 59.253),
     ("mixtral_8x7b", "v5p-16", 2, (*SHORT, EXPERTS), 41.798),
     ("qwen3_30b_a3b", "h100x8", 2, (*ROWS, EXPERTS), 20.872),

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from jaxgpt.model.gpt import flops_per_token
 from jaxgpt.planning.layout import Layout
-from jaxgpt.planning.memory import state_bytes, tensors
+from jaxgpt.planning.memory import state_bytes
+from jaxgpt.planning.tensors import tensors
 from jaxgpt.planning.transfers import Transfer, transfers
 from jaxgpt.validation import num_steps
 

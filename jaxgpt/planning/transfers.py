@@ -14,7 +14,7 @@ from jaxgpt.chips import Chip
 from jaxgpt.model.exchange import SLACK
 from jaxgpt.planning.hardware import Rings, axis_rings
 from jaxgpt.planning.layout import Layout, Weight
-from jaxgpt.planning.memory import kept, tensors
+from jaxgpt.planning.tensors import kept, tensors
 
 
 class Transfer(NamedTuple):
