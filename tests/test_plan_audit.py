@@ -230,13 +230,10 @@ def test_a_sum_over_a_whole_torus_of_tpus_says_which_mesh_avoids_it():
     line = "%x = f32[8192,512]{1,0} all-reduce(%head), replica_groups=[1,64]<=[64], to_apply=%add"
     program = hlo.parse(TEXT.replace("AT_END", line).replace("IN_LOOP", ""))
     mesh = {"data": 1, "fsdp": 64}
-    known = KNOWN._replace(mesh=mesh)
-    (tpu,) = audit.reduced_whole(collectives(program, mesh), known)
-    (gpu,) = audit.reduced_whole(collectives(program, mesh), known._replace(platform="gpu"))
-    (of_two,) = audit.reduced_whole(collectives(program, mesh), known._replace(slices=2))
-    assert "mesh.data or mesh.tensor" in tpu.line
-    assert "mesh.data" not in of_two.line  # 32 chips each
-    assert "mesh.data" not in gpu.line
+    for torus, helped in ((64, True), (32, False), (0, False)):  # of 2 slices; of two dimensions
+        known = KNOWN._replace(mesh=mesh, torus=torus)
+        (found,) = audit.reduced_whole(collectives(program, mesh), known)
+        assert ("mesh.data or mesh.tensor" in found.line) == helped
 
 
 def test_learned_positions_may_be_gathered_in_float32_but_not_summed_whole():

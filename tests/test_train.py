@@ -631,7 +631,7 @@ def test_weights_that_no_update_made_not_finite_are_told_from_a_rate_that_is_too
 
     monkeypatch.setattr("jaxgpt.start.compile_step", flip)
     with pytest.raises(NumericsError, match="the state is not finite, which no update did"):
-        train(tiny(root, "flipped", train__max_nonfinite=3))
+        train(tiny(root, "broken-weights", train__max_nonfinite=3))
 
 
 def test_after_the_last_step_a_signal_leaves_the_evaluation_to_the_next_start(monkeypatch, root):

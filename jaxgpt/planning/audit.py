@@ -19,8 +19,6 @@ from jaxgpt.planning.facts import Facts, Leaf
 # What the child prints on stderr before it compiles: lines before it are of other programs.
 BEGIN = "jaxgpt: compiling the train step"
 INVOLUNTARY = re.compile(r"[Ii]nvoluntary full rematerialization.*")
-# Chips of the smallest torus with rings along three dimensions, 4x4x4.
-TORUS = 64
 WIDTH = 100  # characters of an operation's name, of which JAX writes up to 2,000; its end tells
 # Smaller exchanges are sums of losses and counters, not gradients.
 SMALL = 64 * 1024
@@ -172,7 +170,6 @@ def reduced_whole(found: Sequence[Collective], known: Facts) -> Iterator[Finding
     """
     if known.platform == "cpu":
         return
-    torus = math.prod(known.mesh.values()) // known.slices
     for one in found:
         if (
             one.kind == "all-reduce"
@@ -181,7 +178,7 @@ def reduced_whole(found: Sequence[Collective], known: Facts) -> Iterator[Finding
             and one.whole_bytes > SMALL
         ):
             what = "all-reduces what should be gathered or reduce-scattered"
-            if known.platform == "tpu" and one.group == torus >= TORUS:
+            if one.group == known.torus:
                 what += (
                     "; over all of a 3-D torus libtpu always does, but not where mesh.data or "
                     "mesh.tensor takes one of its dimensions"

@@ -98,6 +98,13 @@ def devices(target: dict[str, Any]) -> list[Any]:
     return list(found.devices)
 
 
+def torus_of(target: dict[str, Any], num_devices: int) -> int:
+    """Return the devices of a slice that has rings along three dimensions, 0 for any other."""
+    sides = [int(side) for side in target.get("topology", "").partition(":")[2].split("x") if side]
+    ringed = len(sides) == 3 and all(side % 4 == 0 for side in sides)
+    return num_devices // target.get("slices", 1) if ringed else 0
+
+
 def tpu_topology(topology: str, slices: int) -> tuple[str, dict[str, Any]]:
     """Return libtpu's name and options of so many slices of a topology such as v5p:2x2x4."""
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
@@ -194,7 +201,7 @@ def _compile(cfg: Config, target: dict[str, Any], text_path: str | None) -> dict
         chunk_tokens=loss.chunk_tokens(cfg.model.vocab_size, platform),
         attention={attention.choose(task, attention.asked(cfg)) for task in tasks},
         platform=platform,
-        slices=target.get("slices", 1),
+        torus=torus_of(target, len(there)),
     )
     found = collectives.collectives(program, mesh.shape)
     return {

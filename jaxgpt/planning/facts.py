@@ -44,7 +44,7 @@ class Facts(NamedTuple):
     kernels: tuple[str, ...]  # what stands in the text for each attention kernel
     platform: str
     losses: int = 1  # per micro-batch: of the last layer, and of those of `model.aux_layers`
-    slices: int = 1  # of TPUs, between which there is only the network
+    torus: int = 0  # devices of a TPU slice that has rings along three dimensions; else 0
 
     @property
     def state_bytes(self) -> int:
@@ -88,7 +88,7 @@ def facts(
     chunk_tokens: int,
     attention: Iterable[str],
     platform: str,
-    slices: int = 1,
+    torus: int = 0,
 ) -> Facts:
     """Return what is known of a step; `attention`: the ways in which its blocks compute it."""
     return Facts(
@@ -103,7 +103,7 @@ def facts(
         kernels=tuple(sorted(KERNELS[name] for name in attention if name in KERNELS)),
         platform=platform,
         losses=1 + len(cfg.model.aux_layers),
-        slices=slices,
+        torus=torus,
     )
 
 
