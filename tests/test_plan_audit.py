@@ -236,9 +236,9 @@ def test_a_sum_over_a_whole_torus_of_tpus_says_which_mesh_avoids_it():
         assert ("mesh.data or mesh.tensor" in found.line) == helped
 
 
-def test_learned_positions_may_be_gathered_in_float32_but_not_summed_whole():
-    positions = Leaf("params/pos_embed", "float32", (600, 32), (150, 32))
-    known = KNOWN._replace(leaves=(KNOWN.leaves[1], positions))
+@pytest.mark.parametrize("name", ["params/pos_embed", "params/router"])
+def test_what_is_used_in_float32_may_be_gathered_so_but_not_summed_whole(name):
+    known = KNOWN._replace(leaves=(KNOWN.leaves[1], Leaf(name, "float32", (600, 32), (150, 32))))
     for kind, count in (("all-gather", 0), ("all-reduce", 1)):
         line = f"%x = f32[600,32]{{1,0}} {kind}(%head), replica_groups=[2,4]<=[8], to_apply=%add"
         program = hlo.parse(TEXT.replace("AT_END", line).replace("IN_LOOP", ""))

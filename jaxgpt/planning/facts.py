@@ -53,15 +53,16 @@ class Facts(NamedTuple):
 
     @property
     def matrices(self) -> tuple[Leaf, ...]:
-        """Return the parameters that are matrices, per layer.
+        """Return the parameters that are matrices, per layer, and multiplied in the compute dtype.
 
-        Without learned positions, which are gathered in float32, as they are added in it.
+        Routers and learned positions are used in float32, and gathered so.
         """
-        return tuple(leaf for leaf in self.tables if leaf.path != "params/pos_embed")
+        float32 = ("router", "pos_embed")
+        return tuple(leaf for leaf in self.tables if leaf.path.rpartition("/")[2] not in float32)
 
     @property
     def tables(self) -> tuple[Leaf, ...]:
-        """Return the parameters that are matrices, per layer, and learned positions."""
+        """Return the parameters that are matrices, per layer, whatever they are multiplied in."""
         params = [leaf for leaf in self.leaves if leaf.path.startswith("params/")]
         return tuple(leaf for leaf in params if len(leaf.shape) - self.is_stacked(leaf) >= 2)
 
