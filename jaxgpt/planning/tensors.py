@@ -53,15 +53,13 @@ def kept(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
     if m.remat == "none":
         unneeded = set() if m.norm_placement != "pre" else {"attn_out", "mlp_out"}
         device = {n: tensor.bytes for n, tensor in found.items() if n not in unneeded}
-        gelu, gpu = m.mlp in ("gelu", "gelu_tanh"), layout.target.chip.platform == "gpu"
+        gelu = m.mlp in ("gelu", "gelu_tanh")
         D, F = found["block_in"].elements, found["up"].elements
         if m.stacked:
             # A scan stores what JAX saves: six (norms with a mean: eight) float32 tensors of the
             # residual stream in place of some in the compute dtype, and three of a GELU.
             wider = (24 if m.norm == "layernorm" else 22) * D + (12 * F if gelu else 0)
             device["float32 copies"] = wider
-        elif gelu and gpu:
-            device["float32 of the activation"] = 4 * F  # tanh or erf: XLA keeps it
         if scores := score_bytes(layout):
             device["scores"] = scores
         return device, {}
