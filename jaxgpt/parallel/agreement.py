@@ -80,9 +80,8 @@ def differences(everyone: list[dict[str, Any]]) -> list[str]:
     lines = []
     for key in {key: None for each in everyone for key in each["facts"]}:
         words = [each["facts"].get(key) for each in everyone]
-        ((usual, _), *others) = Counter(
-            words
-        ).most_common()  # of equally many the first comes first
+        # Of words that are equally common, those of the first process come first.
+        (usual, _), *others = Counter(words).most_common()
         if others:
             odd = [number for number, word in enumerate(words) if word != usual]
             theirs, rest = (
