@@ -269,7 +269,7 @@ def test_a_program_that_does_not_fit_is_a_result(tmp_path, monkeypatch):
     }  # fmt: skip
     program(tmp_path, monkeypatch, f"cat > /dev/null; echo '{json.dumps(answer)}'")
     done = compiling.compile_step(tiny("data=8"), CPU)
-    assert compiling.describe(done) == ["does not fit: needs 26.84 of 16.91 GB per device"]
+    assert compiling.summary(done) == "does not fit: needs 26.84 of 16.91 GB per device"
     assert (done.needed_bytes, done.available_bytes, done.peak_bytes) == (3, 2, 0)
 
 

@@ -172,7 +172,9 @@ def compiled_text(compiled: dict[str, Any] | None) -> list[str]:
 
 def mesh_words(plan: dict[str, Any]) -> str:
     """Return the axes of a plan or a candidate that have more than one device."""
-    words = ", ".join(f"{axis} {n}" for axis, n in plan["mesh"].items() if n > 1) or "one device"
+    from jaxgpt.parallel.mesh import in_words
+
+    words = in_words(plan["mesh"], "one device")
     if plan["rounds"] > 1:
         words += f", {plan['rounds']} rounds"
     slow = ", ".join(f"{n} parts of {axis}" for axis, n in plan["mesh_slow"].items())

@@ -46,9 +46,9 @@ def axis_sizes(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
     return {axis: filled[axis] for axis in AXES}
 
 
-def in_words(sizes: Mapping[str, int]) -> str:
-    """Return the axes that split anything, as "data 2, fsdp 4"."""
-    return ", ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "all axes 1"
+def in_words(sizes: Mapping[str, int], none: str = "all axes 1") -> str:
+    """Return the axes that split anything, as "data 2, fsdp 4"; `none` if no axis does."""
+    return ", ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or none
 
 
 def slow_sizes(cfg: MeshConfig, sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ from typing import Any
 from jaxgpt import config
 from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError, HangError, JaxgptError, one_line
-from jaxgpt.planning import audit, collectives
+from jaxgpt.planning import audit
 from jaxgpt.planning.audit import Finding
 from jaxgpt.planning.collectives import Collective
 from jaxgpt.planning.hardware import Target
@@ -161,18 +161,6 @@ def read_answer(status: int, stdout: bytes, stderr: str) -> Compiled:
         notes=tuple(answer.pop("notes")),
         **answer,
     )
-
-
-def describe(done: Compiled) -> list[str]:
-    """Return lines on a compiled step: memory, exchanges by axes and kind, findings."""
-    if done.misfit and not done.peak_bytes:
-        return [done.misfit]
-    lines = [summary(done)]
-    for row in collectives.table(done.collectives):
-        over = ", ".join(row.axes) or "nothing"
-        lines.append(f"{row.kind} over {over}: {row.count} times, {row.bytes / 1e6:,.1f} MB sent")
-    lines += [done.misfit] if done.misfit else []
-    return [*lines, *audit.lines(done.findings), *done.notes]
 
 
 def summary(done: Compiled) -> str:

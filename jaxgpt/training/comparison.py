@@ -15,6 +15,8 @@ import numpy as np
 # gradient is) is all rounding: errors count against at least this share of the norm of all leaves.
 # All others of the twin for gradients have 2 % or more of it.
 FLOOR = 0.01
+# XLA:CPU compiles in half the time, or less; what runs once or twice need not run fast.
+HASTY = {"xla_backend_optimization_level": 0}
 
 
 def random_documents(

@@ -28,7 +28,7 @@ from jaxgpt.parallel import sharding
 from jaxgpt.runtime.processor import num_cores
 from jaxgpt.training import optimizer, step
 from jaxgpt.training import state as states
-from jaxgpt.training.comparison import leaf_errors, named_leaves, random_documents, share
+from jaxgpt.training.comparison import HASTY, leaf_errors, named_leaves, random_documents, share
 from jaxgpt.validation import MESH_AXES
 
 STEPS = 2
@@ -39,7 +39,6 @@ ROUNDS = 2
 # Float32 sums in another order: 1e-7 a term.
 BOUNDS = {"loss": 1e-5, "grad_norm": 1e-4, "moments": 1e-4, "weights": 1e-4}
 COMPILERS = 4  # meshes compiled at the same time, at most; each may take 1 GB
-FAST = {"xla_backend_optimization_level": 0}  # halves the time to compile
 
 
 class Row(NamedTuple):
@@ -133,7 +132,7 @@ def shrunk(cfg: Config, sizes: Mapping[str, int]) -> Config:
         logits_dtype="float32",
         aux_loss_weights=cfg.train.aux_loss_weights[:2],
         attention="auto",
-        xla_options=FAST,
+        xla_options=HASTY,
     )
     optim = dataclasses.replace(
         cfg.optim,
@@ -212,7 +211,7 @@ def _alone(cfg: Config) -> tuple[states.TrainState, Any]:
     train = dataclasses.replace(cfg.train, micro_batch=ROWS)
     program = _compiled(dataclasses.replace(cfg, train=train, mesh=MeshConfig()), {})
     tx = _optimizer(cfg)
-    init = jax.jit(lambda key: states.init_state(cfg, tx, key), compiler_options=FAST)
+    init = jax.jit(lambda key: states.init_state(cfg, tx, key), compiler_options=HASTY)
     start = jax.device_get(init(jax.random.key(cfg.run.seed)))
     return start, _updates(program, start)
 

@@ -21,7 +21,7 @@ from jaxgpt.data.packing import Batch
 from jaxgpt.errors import NumericsError
 from jaxgpt.model import gpt
 from jaxgpt.parallel.xla_options import compile_with, of_dtype, preset
-from jaxgpt.training.comparison import leaf_errors, named_leaves, random_documents, share
+from jaxgpt.training.comparison import HASTY, leaf_errors, named_leaves, random_documents, share
 from jaxgpt.training.loss import chunk_tokens
 from jaxgpt.training.step import gradients
 
@@ -64,7 +64,7 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
     with jax.default_device(device):
         batch = _batch(small)
         # Compiled at once and in haste, it takes 0.7 s of a CPU; operation by operation 3.5 s.
-        hasty = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
+        hasty = HASTY if device.platform == "cpu" else None
         init = jax.jit(functools.partial(gpt.init, small.model), compiler_options=hasty)
         params = init(jax.random.key(0))
         tested = _run(cfg, small, dtype, options, params, batch)
