@@ -53,9 +53,12 @@ def main(argv: list[str] | None = None) -> int:
             if not hasattr(args, "config") or len(overrides) < len(rest):
                 raise ConfigError(f"unknown arguments: {' '.join(rest)} (see jaxgpt --help)")
             args.config += overrides
-        if argv is None and args.verb in ("eval", "generate"):
-            # Nothing to save, and JAX's garbage callback can swallow a KeyboardInterrupt.
+        if argv is None and args.verb in ("eval", "generate", "train"):
+            # Nothing to save (a run that trains takes the signals itself), and a KeyboardInterrupt
+            # can be swallowed by JAX's garbage callback, or become an ImportError in an extension.
             signal.signal(signal.SIGINT, leave)
+        if argv is None and args.verb == "train":
+            signal.signal(signal.SIGTERM, leave)
         from jaxgpt.commands import verbs  # after the environment is set: it imports JAX
 
         result = verbs.run(args)
@@ -85,9 +88,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def leave(number: int, frame: object) -> NoReturn:
-    """Signal handler: end now, with the exit code of a forced end."""
+    """Signal handler: end now, as forced by a person; or by SIGTERM, to be started again."""
     print("\njaxgpt: interrupted", file=sys.stderr)
-    hard_exit(130)
+    hard_exit(130 if number == signal.SIGINT else Interrupted.exit_code)
 
 
 def entry() -> NoReturn:

@@ -31,6 +31,7 @@ from jaxgpt.schema import TrainConfig as TrainConfig
 from jaxgpt.toml_values import convert, dump, line_of, read_toml, suggestion
 from jaxgpt.validation import problems_of
 
+OVERRIDE = "override"  # the origin of a value begins with it where a word of the command gave it
 # Fields of saved configurations that have another name and form by now.
 RENAMED = {("train", "aux_loss_weight"): ("aux_loss_weights", lambda weight: [weight])}
 SECTIONS: dict[str, type] = {
@@ -88,7 +89,7 @@ def _override_setting(text: str, problems: list[str]) -> tuple[str, str, Any, st
     if not equals or not dot:
         problems.append(f"{text!r} is not section.field=value{suggestion(name, _all_keys())}")
         return None
-    origin = f"override {text!r}"
+    origin = f"{OVERRIDE} {text!r}"
     hint = _hint_of(section, key) or str
     try:
         value = tomllib.loads(f"value = {raw}")["value"]

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxgpt.errors import StorageError
 
 
+def storage_reason(error: BaseException) -> str:
+    """Return the cause in one line: `No space left on device (ENOSPC): path` where it is known."""
+    number = error.errno if isinstance(error, OSError) else None
+    path = str(error.filename) if isinstance(error, OSError) and error.filename else ""
+    if found := re.search(r"os_error_code='([0-9]+)'", str(error)):  # as TensorStore reports it
+        number = int(found[1])
+    if number:
+        name = errno.errorcode.get(number, str(number))
+        return f"{os.strerror(number)} ({name})" + (f": {path}" if path else "")
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
 @contextlib.contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a StorageError that names `path`."""
+def storage_errors(where: str | Path) -> Iterator[None]:
+    """Turn an OSError inside the block into a StorageError that begins with `where`."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+        reason = storage_reason(error).removesuffix(f": {where}")
+        raise StorageError(f"{where}: {reason}") from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxgpt import config
+from jaxgpt.checkpoint import lock
 from jaxgpt.config import Config
 from jaxgpt.durable import storage_errors, write_atomic
 from jaxgpt.errors import ConfigError, NothingRestorable, StorageError
@@ -29,17 +31,23 @@ RUN_FILES = (
 
 
 def claim_folder(run_dir: Path, cfg: Config, say: Callable[[str], None]) -> None:
-    """Make the run folder; with run.overwrite, set an earlier run in it aside."""
+    """Make the run folder; with run.overwrite, set an earlier run in it aside.
+
+    Raises ConfigError where it cannot be, or where that run is still going on.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         old = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
         if cfg.run.overwrite and old and jax.process_index() == 0:
-            number = 1
-            while (aside := run_dir / f"previous-{number}").exists():
-                number += 1
-            aside.mkdir()
-            for path in old:
-                path.rename(aside / path.name)
+            with contextlib.ExitStack() as stack:
+                if (run_dir / "ckpt").is_dir():  # of a job that still writes there would be two
+                    stack.enter_context(lock.claim(run_dir / "ckpt"))
+                number = 1
+                while (aside := run_dir / f"previous-{number}").exists():
+                    number += 1
+                aside.mkdir()
+                for path in old:
+                    path.rename(aside / path.name)
             say(f"{run_dir}: the earlier run was moved to {aside}")
     except OSError as error:
         raise ConfigError(

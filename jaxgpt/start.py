@@ -1,7 +1,7 @@
 """What is settled before the first step of a run, and what is said about it.
 
 The data decides what the configuration leaves open, or refuses it; the checkpoint tells what was
-consumed before. Nothing here computes on a device.
+consumed before; several processes compare what they have found, compile and hold.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgpt import config, ramp
@@ -26,6 +28,7 @@ from jaxgpt.data.stream import Data
 from jaxgpt.errors import ConfigError, DataError, HangError
 from jaxgpt.evaluation.perplexity import store_tokenizer
 from jaxgpt.parallel.agreement import check_agreement, configuration, program_digest
+from jaxgpt.parallel.mesh import in_words
 from jaxgpt.parallel.xla_options import compile_with
 from jaxgpt.runtime import store
 from jaxgpt.runtime.processor import cores_key, cpu_key
@@ -145,7 +148,7 @@ def facts_of_save(cfg: Config, step: int, position: int) -> dict[str, Any]:
 
 
 def compare_copies(step: int, state: TrainState) -> str:
-    """Return which processes hold another state than most, in one line; empty if none does.
+    """Return which processes hold another state than the others, in one line; empty if none does.
 
     What is not split over hosts is there once on each. Every host updates its own copy alike, so
     they differ only where memory or a device is faulty, or hosts are of different kinds; and then
@@ -159,10 +162,33 @@ def compare_copies(step: int, state: TrainState) -> str:
     others = [number for number, digest in enumerate(digests) if digest != common]
     if not others:
         return ""
+    if len(others) < len(digests) / 2:
+        who = f"{store.describe(others)} of {len(digests)} processes hold another copy of the state"
+    else:
+        who = f"{len(set(digests))} different copies of the state in {len(digests)} processes, and "
+        who += "none that most hold, so it cannot be told which are wrong"
     return (
-        f"WARNING: step {step}: {store.describe(others)} of {len(digests)} processes: its copy of "
-        "the state is not that of the others: a device or memory is faulty, or hosts differ in "
-        "kind; a checkpoint holds the copy of process 0, and a restart makes all alike again"
+        f"WARNING: step {step}: {who}: a device or memory is faulty, or hosts differ in kind; a "
+        "checkpoint holds the copy of process 0, and a restart makes all alike again"
+    )
+
+
+def describe_nonfinite(state: TrainState) -> str:
+    """Return which processes hold a state that is not finite, in one line; empty if none does.
+
+    No update did that, since one that is not finite changes nothing. All processes call it alike.
+    """
+    shards = (s.data for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards)
+    floats = (data for data in shards if jnp.issubdtype(data.dtype, jnp.inexact))
+    finite = all(bool(jnp.isfinite(data).all()) for data in floats)
+    held = _of_all("finite", str(finite))
+    others = [number for number, word in enumerate(held) if word == "False"]
+    if not others:
+        return ""
+    where = f" in {store.describe(others)} of {len(held)}" if len(held) > 1 else ""
+    return (
+        f"the state{where} is not finite, which no update did: a device or memory is faulty; leave "
+        "it out, and go on from the last checkpoint"
     )
 
 
@@ -172,7 +198,10 @@ def compile_step(cfg: Config, train_step: Any, state: TrainState, batch: Batch) 
     Raises DisagreementError, and ConfigError for an unknown option in `train.xla_options`.
     """
     lowered = train_step.lower(state, batch)
-    program = lambda: {"program of the step": program_digest(lowered)}  # noqa: E731
+
+    def program() -> dict[str, str]:
+        return {"program of the step": program_digest(lowered)}
+
     check_agreement("program", program, LIMITS["compile"])
     return compile_with(lowered, cfg.train.xla_options)
 
@@ -209,8 +238,8 @@ def describe_devices(record: Record, mesh: Mesh) -> str:
     words = []
     for sizes in (saved, now):
         processes = sizes.pop("processes", 1)
-        axes = ", ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "all axes 1"
-        words.append(f"{math.prod(sizes.values())} device(s) in {processes} process(es) ({axes})")
+        count, axes = math.prod(sizes.values()), in_words(sizes)
+        words.append(f"{count} device(s) in {processes} process(es) ({axes})")
     return f"saved on {words[0]}, going on with {words[1]}"
 
 

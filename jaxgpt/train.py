@@ -9,6 +9,7 @@ if nothing had happened, and nothing that only watches (logging, evaluation, sav
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,15 +113,21 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         for line in start_jax(cfg).lines:
             say(line)
         say(start.describe_dtypes(cfg))
-        facts = start.facts_of_data(data, eval_sets, total, newest, source)
+
+        def found() -> dict[str, Any]:
+            facts = start.facts_of_data(data, eval_sets, total, newest, source)
+            return facts | facts_of_devices()
+
         with dog.phase("open"):
-            check_agreement("data", lambda: facts | facts_of_devices(), LIMITS["open"])
+            check_agreement("data", found, LIMITS["open"])
         mesh = meshes.make_mesh(cfg.mesh)
-        meshes.check_run(mesh, cfg)
-        say(attention.describe(cfg, meshes.platform(mesh), mesh.shape["context"]))
         model = parameters.specs(cfg.model)
         tx = optimizer.build(cfg, total, parameters.abstract(model, cfg.train.param_dtype))
         placed = states.state_shardings(mesh, cfg, tx)
+        train_step = step.make_train_step(cfg, tx, mesh, placed)  # refuses what does not divide
+        if mesh.size > 1:
+            say(f"mesh: {meshes.in_words(mesh.shape)}")
+        say(attention.describe(cfg, meshes.platform(mesh), mesh.shape["context"]))
         if whole := sharding.describe_unsharded(mesh, model):
             say(whole)
         if (stages := mesh.shape["stage"]) > 1:
@@ -168,7 +175,6 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         with dog.phase("compile"):
             if done < total:
                 say(start.check_gradients(cfg))
-            train_step = step.make_train_step(cfg, tx, mesh, placed)
             peak = metrics.measure_matmul_peak(
                 cfg.train.compute_dtype, mesh.devices.ravel().tolist(), start.num_processors()
             )
@@ -188,7 +194,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         stack.callback(log.close)
 
         def save() -> None:
-            facts = lambda: start.facts_of_save(cfg, done, position)  # noqa: E731
+            facts = functools.partial(start.facts_of_save, cfg, done, position)
             check_agreement("save", facts, LIMITS["save"])
             if unlike := start.compare_copies(done, state):
                 log.note(unlike)
@@ -236,7 +242,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
                     done, position, compiled_for = done + 1, position + rows, rows
                     with dog.phase("wait"):
                         log.push(done, scalars, position=position, data_wait=waited)
-                check_numerics(cfg, log.last)
+                check_numerics(cfg, log.last, state)
                 fault("step")
                 if cfg.eval.every and done % cfg.eval.every == 0 and done < total:
                     evaluate(cfg.eval.max_rows)
@@ -249,13 +255,15 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         # Stop: the last step is durable before anything is said about it.
         with dog.phase("wait"):
             log.flush()
-        check_numerics(cfg, log.last)
+        check_numerics(cfg, log.last, state)
         with dog.phase("save"):
             saver.finish(done)
-        if stop.reason and done < total:
+        # Nor does the evaluation of everything begin, which may take longer than there is time.
+        if stop.reached(done, more=False):
             raise Interrupted(
                 f"{stop.reason}: step {done} of {total} is saved in {run_dir}; the same command "
-                f"{'without run.overwrite ' if cfg.run.overwrite else ''}goes on from there"
+                f"{'without run.overwrite ' if cfg.run.overwrite else ''}"
+                f"{'goes on from there' if done < total else 'evaluates it'}"
             )
         results = evaluate(0)
         baselines = {
@@ -264,11 +272,12 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         return Outcome(str(run_dir), done, position, results, baselines)
 
 
-def check_numerics(cfg: Config, fetched: dict[str, float]) -> None:
+def check_numerics(cfg: Config, fetched: dict[str, float], state: states.TrainState) -> None:
     """Raise NumericsError when too many steps in a row had a non-finite loss or gradient."""
     in_row = int(fetched.get("skipped_in_row", 0))
     if in_row >= cfg.train.max_nonfinite:
+        advice = "lower optim.lr, or look at the data from the last checkpoint on"
         raise NumericsError(
             f"loss or gradient was not finite for {in_row} steps in a row (train.max_nonfinite), "
-            "which changed nothing; lower optim.lr, or look at the data from the last checkpoint on"
+            f"which changed nothing; {start.describe_nonfinite(state) or advice}"
         )

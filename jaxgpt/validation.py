@@ -294,10 +294,11 @@ def _mesh(cfg: Config) -> Iterator[str]:
     for axis, size in sizes.items():
         if size == 0 or size < -1:
             yield f"mesh.{axis} = {size}: a number of devices, or -1 for the rest"
-    if list(sizes.values()).count(-1) > 1:
-        yield f"only one mesh axis can take the rest (-1): {sizes}"
+    rest = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        yield f"{' = '.join(rest)} = -1: only one axis can take the rest; set {rest[0]} = 1"
     if cfg.mesh.rounds > 1 and cfg.mesh.stage == 1:
-        yield f"mesh.rounds = {cfg.mesh.rounds}: needs mesh.stage"
+        yield f"mesh.rounds = {cfg.mesh.rounds}: needs mesh.stage > 1"
     for axis, parts in cfg.mesh.slow.items():
         if axis not in MESH_AXES:
             yield f"mesh.slow has {axis!r}: choose from {', '.join(MESH_AXES)}"

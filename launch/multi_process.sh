@@ -13,13 +13,13 @@ source launch/environment.sh
 source launch/processes.sh
 [[ $# -ge 2 && "$1" =~ ^[1-9][0-9]{0,3}$ ]] ||
   { say "usage: bash launch/multi_process.sh N VERB ..., but got: $*" && exit 64; }
-count=$1 verb=$2
-shift 2
+count=$1 verb=$2 && shift 2
 if [ -n "${GPUS:-}" ]; then
-  IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}"
+  IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}"
   [ "${#gpus[@]}" -ge "$count" ] ||
     { say "GPUS=1: $count processes need $count GPUs, here are ${#gpus[@]}" && exit 64; }
 else
+  [[ "${DEVICES:-1}" =~ ^[1-9][0-9]{0,3}$ ]] || { say "DEVICES=$DEVICES: must be a number from 1 to 9999" && exit 64; }
   export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES="${DEVICES:-1}"
 fi
 python=$(jaxgpt_python)

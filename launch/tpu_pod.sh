@@ -13,41 +13,19 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/restart.sh
 source launch/tpu_slice.sh
+source launch/tpu_hosts.sh
 [ -n "${POD:-}" ] && [ -n "${ZONE:-}" ] && [ $# -gt 0 ] ||
   { say "set POD and ZONE, and name a verb, or --stop" && exit 64; }
 words=("$@")
-all=(--node all --worker all)
-
-worker() { printf 'bash jaxgpt/launch/pod_worker.sh' && printf ' %q' "$@"; }
-on_all() { tpus ssh "$POD" "${all[@]}" --command "$(worker "$@")"; }
-on_first() { tpus ssh "$POD" --node 0 --worker 0 --command "$(worker "$@")"; }
-
-# copy: the tracked files, as they are here now, to all hosts. Those of an earlier copy go first; what else lies there,
-# runs for example, stays.
-copy() {
-  local archive code=0
-  local unpack='mkdir -p jaxgpt && cd jaxgpt && touch .copied && (grep -v "/$" .copied | xargs -r -d "\n" rm -f)'
-  archive=$(mktemp) && pack "$archive" || return
-  again tpus scp "$archive" "$POD:jaxgpt.tgz" "${all[@]}" >&2 &&
-    again tpus ssh "$POD" "${all[@]}" --command "$unpack && tar -xzvf ../jaxgpt.tgz >.copied" >&2 || code=$?
-  rm -f "$archive"
-  return "$code"
-}
-
-# pack FILE: write them as an archive, by way of a commit in no branch that holds what has changed since the last one.
-pack() {
-  local changed
-  changed=$(git -c user.name=jaxgpt -c user.email=jaxgpt@localhost stash create) || return
-  git archive --format=tar.gz -o "$1" "${changed:-HEAD}"
-}
 
 # ready: the slice is there, and the job runs on all hosts, or on none and they have the code.
 ready() {
-  local states
+  local found
   provide_slice || return
-  states=$(on_all state 2>/dev/null | sed -n '/^state=/p' | sort -u) || states+=" incomplete"
-  [ "$states" != state=running ] || return 0
-  if [[ "$states" = *running* ]]; then again on_all stop >&2 || return; fi
+  # A job that runs is not ended for a connection that dropped; hosts of a new slice have nothing to answer yet.
+  if ! found=$(states) && [[ "$found" = *running* ]]; then found=$(again states | sort -u) || found+=" incomplete"; fi
+  [ "$found" != state=running ] || return 0
+  if [[ "$found" = *running* ]]; then again on_all stop >&2 || return; fi
   copy
 }
 
@@ -69,7 +47,10 @@ attempt() {
 { # read whole by Bash, so that a change of this file meanwhile is not
   code=0
   if [ "$1" = --stop ]; then
-    if [ "$(again slice_state)" = ACTIVE ]; then on_all stop || say "not all hosts answer; the slice goes all the same"; fi
+    now=$(again slice_state) ||
+      { say "slice $POD in $ZONE: no answer; it is as it was, and paid for: try again" && exit 76; }
+    if [ "$now" = ABSENT ]; then say "slice $POD in $ZONE: $now" && exit 0; fi
+    if [ "$now" = ACTIVE ] && ! again on_all stop; then say "not all hosts answer; the slice goes all the same"; fi
     tpus delete "$POD" --force || code=$?
   else
     check_words "$@" && until_done "" attempt || code=$?

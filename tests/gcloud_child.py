@@ -1,8 +1,9 @@
 """Stands in for gcloud: a slice is the folder $CLOUD, with its state and a home for each host.
 
-A file `offline` means that the cloud does not answer this time. Commands for a host run in its
-home; a file `deaf` there means that it does not answer this time. `next` holds the states that the
-slice will have, `refusal` why none can be made. $INTERRUPTED is the exit code after Ctrl-C.
+A file `offline` means that the cloud does not answer this time, and one with text that it never
+does. Commands for a host run in its home; a file `deaf` there means that it does not answer this
+time. `next` holds the states that the slice will have, `refusal` why none can be made. $INTERRUPTED
+is the exit code after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ signal.signal(signal.SIGINT, lambda *_: os._exit(int(os.environ.get("INTERRUPTED
 code = 0
 if verb == "describe":
     if (cloud / "offline").exists():
-        (cloud / "offline").unlink()
+        if not (cloud / "offline").read_text():
+            (cloud / "offline").unlink()
         sys.exit("ERROR: gcloud crashed (ConnectionError): reset by peer")
     if not state:
         sys.exit("ERROR: (gcloud...describe) NOT_FOUND: Resource 'pod' was not found")

@@ -33,6 +33,19 @@ def test_of_several_processes_that_differ_the_first_is_shown_and_the_others_are_
     assert "x: process 2 (h2) has 2, process 0 (h0) has 1 (1 more differ)" in line
 
 
+def test_the_odd_one_is_named_first_also_where_it_is_process_0():
+    (line,) = said({"x": "1"}, {"x": "2"}, {"x": "2"})
+    assert line.startswith("x: process 0 (h0) has 1, process 1 (h1) has 2; start all with")
+
+
+def test_of_a_device_that_is_missing_on_a_host_it_is_not_the_command_that_is_said():
+    facts = agreement.facts_of_devices()
+    ((key, kinds),) = facts.items()
+    assert kinds == f"{jax.local_device_count()} x {jax.devices()[0].device_kind}"
+    (line,) = said({key: "7 x H100"}, {key: "8 x H100"}, {key: "8 x H100"})
+    assert "process 0 (h0) has 7 x H100, process 1 (h1) has 8 x H100; look for a device" in line
+
+
 def test_a_key_that_one_lacks_differs():
     first, second = said({"a": "1"}, {"b": "2"})
     assert "a: process 1 (h1) has none, process 0 (h0) has 1" in first

@@ -9,12 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import random_params
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny import VARIETY, random_params
 
-from jaxgpt.config import ModelConfig
+from jaxgpt.config import MeshConfig, ModelConfig
 from jaxgpt.model import gpt
 from jaxgpt.model.activations import ACTIVATIONS
 from jaxgpt.model.blocks import drop, norm
+from jaxgpt.model.params import abstract, specs
+from jaxgpt.parallel.mesh import BATCH_AXES, make_mesh
+from jaxgpt.parallel.sharding import Placement, tree_shardings
+from jaxgpt.planning.collectives import Collective, collectives
 
 CFG = ModelConfig(num_layers=1, embed_dim=2, num_heads=1, vocab_size=8, seq_len=8)
 SILU_3 = 3 / (1 + math.exp(-3))
@@ -114,3 +119,30 @@ def test_dropout_of_a_row_depends_on_its_key_alone():
     whole = drop(cfg, x, keys)
     np.testing.assert_array_equal(drop(cfg, x[:1], keys[2:]), whole[2:])
     assert (whole[0] != whole[1]).any()
+
+
+# What devices that hold parts of a row exchange.
+
+
+def exchanges_of_a_step(cfg: ModelConfig, sizes: dict[str, int]) -> list[Collective]:
+    """Return those of a forward and backward pass over 8 rows, compiled for 8 devices."""
+    mesh = make_mesh(MeshConfig(**sizes))
+    shards, placed = Placement(mesh), tree_shardings(mesh, specs(cfg))
+    tokens = jax.ShapeDtypeStruct((8, cfg.seq_len), jnp.int32)
+    loss = lambda params, tokens: gpt.hidden(cfg, params, tokens, shards=shards).sum()  # noqa: E731
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context"))
+    step = jax.jit(
+        jax.grad(loss),
+        in_shardings=(placed, rows),
+        out_shardings=placed,
+        compiler_options={"xla_backend_optimization_level": 0},  # half the time
+    )
+    text = step.lower(abstract(specs(cfg)), tokens).compile().as_text()
+    return list(collectives(text, dict(mesh.shape)))
+
+
+def test_no_product_gathers_tokens_over_the_devices_that_hold_parts_of_a_row():
+    model = dataclasses.replace(VARIETY["biased"], num_layers=1, sliding_window=0)
+    found = exchanges_of_a_step(model, {"data": 2, "context": 2, "tensor": 2})
+    assert any(one.kind == "collective-permute" for one in found if "context" in one.axes)  # ring
+    assert not [one for one in found if one.kind == "all-gather" and "context" in one.axes]

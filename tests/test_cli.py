@@ -384,6 +384,27 @@ def test_a_bug_is_70_with_a_traceback(monkeypatch, capsys):
     assert codes == [70] and "ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_before_a_run_has_begun_ends_it_at_once_and_by_sigterm_to_be_started_again(
+    tmp_path, number, code
+):
+    (tmp_path / "jax.py").write_text(  # begins to be imported, and swallows an interrupt
+        "import time\nprint('importing', flush=True)\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    raise ImportError\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxgpt.cli", "train"],
+        env=process_environment(1, PYTHONPATH=f"{tmp_path}:{Path(cli.__file__).parent.parent}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(number)
+    said = process.communicate(timeout=30)[1]
+    assert (process.returncode, said) == (code, "\njaxgpt: interrupted\n")
+
+
 def test_ctrl_c_ends_generation_with_130_and_no_traceback(run):
     command = [sys.executable, "-m", "jaxgpt.cli", "generate", str(run), "--prompt", "the"]
     process = subprocess.Popen(

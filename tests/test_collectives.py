@@ -193,7 +193,38 @@ def test_started_exchanges_are_counted_by_their_results():
     assert found["all-reduce"].bytes == 2 * 32 * 256 * 2 * 3 // 4
     assert found["collective-permute"].bytes == 32 * 256 * 2
     assert [one.axes for one in found.values()].count(("fsdp",)) == 2
-    assert all(one.overlapped for one in found.values())
+
+
+WORK = "  %work = bf16[32,256]{1,0} fusion(%p), kind=kOutput, calls=%any\n"
+AWAITED = "  %all-reduce-done = "
+
+
+@pytest.mark.parametrize(
+    ("text", "overlapped"),
+    [
+        (GPU_STARTS, False),  # awaited at once
+        (GPU_STARTS.replace(AWAITED, WORK + AWAITED), True),
+        (GPU_STARTS.replace(AWAITED, "  %c = f32[] constant(0)\n" + AWAITED), False),
+        # Marked as one by XLA for GPU, and what is awaited by another pass of a loop.
+        (
+            GPU_STARTS.replace(AWAITED, WORK + AWAITED).replace(
+                "{{0,1,2,3},{4,5,6,7}}, to", '{{0,1,2,3},{4,5,6,7}}, x={"is_sync":true}, to'
+            ),
+            False,
+        ),
+        (GPU_STARTS.replace("all-reduce-done(%all-reduce-start)", "copy(%p)"), True),
+    ],
+    ids=["at-once", "work", "no-work", "marked", "next-pass"],
+)
+def test_an_exchange_overlaps_only_with_work_before_it_is_awaited(text, overlapped):
+    found = {one.kind: one.overlapped for one in collectives(text, MESH)}
+    assert found["all-reduce"] is overlapped
+
+
+def test_libtpus_pieces_overlap_with_what_lies_between_the_first_and_the_last():
+    between = next(line for line in TPU_PIECES.splitlines() if "%fusion.209 =" in line)
+    (one,) = collectives(TPU_PIECES.replace(between + "\n", ""), {"fsdp": 8})
+    assert not one.overlapped
 
 
 def test_the_table_sums_by_axes_and_kind():

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.chips import CHIPS, by_kind
 from jaxgpt.errors import ConfigError
-from jaxgpt.planning.hardware import axis_bandwidth, parse
+from jaxgpt.planning.hardware import Target, axis_rings, parse
 
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: name, topology, JAX devices, hosts.
 PUBLISHED = [
@@ -50,6 +50,8 @@ def test_slices_multiply_and_shapes_can_be_asked_for():
     ("name", "words"),
     [
         ("v5p-100", "v5p-128"),
+        ("v5p-2", "v5p-8"),  # a host has 4 chips, and is not divided
+        ("tpu7x-2", "tpu7x-8"),
         ("h100x12", "h100x8, h100x16"),
         ("h100-8", "h100x8"),
         ("v6-256", "v6e-256"),
@@ -80,6 +82,11 @@ def test_every_figure_has_a_source(chip):
 )
 def test_the_peak_that_utilisation_divides_by_is_that_of_the_same_table(kind, teraflops):
     assert by_kind(kind).flops == teraflops * 1e12
+
+
+def axis_bandwidth(target: Target, fast: dict[str, int]) -> dict[str, float]:
+    rings = axis_rings(target, fast).items()
+    return {axis: target.chip.link * sum(links for _, links in of_axis) for axis, of_axis in rings}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +33,45 @@ def test_a_dry_run_shows_hosts_devices_and_rows_and_leaves_the_run_alone(root):
     assert report["coordinator"].startswith("localhost:")
     assert (other.stdout, other.stderr) == ("", "")
     assert not (root / "dry").exists()
+
+
+def test_a_dry_run_shows_two_nodes_of_one_slurm_task_with_all_their_devices(root):
+    """JAX's own detection would give a task one device, whatever its node has."""
+    for job in itertools.count(1):
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("localhost", 61440 + job))
+            break
+    step = {"SLURM_JOB_ID": str(job), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost,n2"}
+    step |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    words = ["train", "--dry-run", "--json", *overrides(root, "slurm-dry", mesh__fsdp=2)]
+
+    def task(number: str) -> subprocess.CompletedProcess:
+        of_task = {"SLURM_PROCID": number, "SLURM_NODEID": number, "SLURM_LOCALID": "0"}
+        return jaxgpt(*words, devices=2, **step, **of_task)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, other = finished(list(pool.map(task, "01")))
+    report = json.loads(first.stdout)
+    assert (report["processes"], report["devices"], report["launch"]) == (2, 4, "slurm")
+    assert [host["devices"] for host in report["hosts"]] == [2, 2]
+    assert report["coordinator"] == f"localhost:{61440 + job}"
+    assert (other.stdout, other.stderr) == ("", "")
+
+
+def test_a_host_on_which_a_device_is_missing_is_named_by_a_dry_run(root):
+    """Five devices would do for ten rows: no other check would find it."""
+    words = ["train", "--dry-run", *overrides(root, "uneven", train__global_batch=10)]
+    address = f"localhost:{free_port()}"
+
+    def host(process: int) -> subprocess.CompletedProcess:
+        flags = [f"--coordinator={address}", f"--process={process}", "--processes=2"]
+        return jaxgpt(*words, *flags, devices=3 - process)
+
+    with ThreadPoolExecutor(2) as pool:
+        processes = list(pool.map(host, range(2)))
+    assert [process.returncode for process in processes] == [78] * 2
+    for process in processes:
+        assert f"process 1 ({HERE}) has 2 x cpu, process 0 ({HERE}) has 3 x cpu" in process.stderr
 
 
 def test_a_batch_that_does_not_divide_over_the_processes_is_refused_by_each(root):

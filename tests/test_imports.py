@@ -35,7 +35,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["interop"] = MAY_IMPORT["evaluation"] | {"evaluation", "run_folder"}
 MAY_IMPORT["start"] = MAY_IMPORT["evaluation"] | {"evaluation"}
-MAY_IMPORT["run_folder"] = DATA | {"training"}
+MAY_IMPORT["run_folder"] = DATA | {"training", "checkpoint"}
 MAY_IMPORT["train"] = set(MAY_IMPORT) - {"corpus"}
 MAY_IMPORT["commands"] = set(MAY_IMPORT)
 MAY_IMPORT["options"] = BASE

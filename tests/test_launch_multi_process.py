@@ -186,6 +186,12 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
     assert (code, err) == (64, "jaxgpt: GPUS=1: 3 processes need 3 GPUs, here are 2\n")
 
 
+@pytest.mark.parametrize("word", ["x", "0", "-1", "2 3"])
+def test_a_number_of_devices_that_is_none_is_refused_in_one_line(tmp_path, word):
+    code, _, err = ended(launch(tmp_path, 2, "", "train", DEVICES=word))
+    assert (code, err) == (64, f"jaxgpt: DEVICES={word}: must be a number from 1 to 9999\n")
+
+
 @pytest.mark.parametrize("words", [("0", "train"), ("two", "train"), ("-1", "train"), ("2",)])
 def test_a_wrong_number_of_processes_is_refused_in_one_line(tmp_path, words):
     env = environment(tmp_path, JAXGPT_PYTHON=str(program(tmp_path / "python", "exit 1")))

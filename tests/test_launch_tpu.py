@@ -316,6 +316,45 @@ def test_stop_saves_and_deletes(cloud):
     assert calls(cloud)[-1] == ["delete", "pod", "--force"]
 
 
+def test_stop_that_learns_nothing_of_the_slice_deletes_nothing(cloud):
+    (cloud / "cloud/state").write_text("ACTIVE")
+    (cloud / "cloud/offline").write_text("for ever")
+    code, _, err = ended(launch(cloud, "exit 1", "--stop"))
+    assert code == 76 and summary(cloud) == ["describe"] * 5
+    assert err.endswith(
+        "slice pod in zone-a: no answer; it is as it was, and paid for: try again\n"
+    )
+
+
+def test_stop_saves_also_where_a_connection_drops_and_says_where_none_comes(cloud):
+    leave_running(cloud)
+    (cloud / "cloud/host1/deaf").touch()
+    code, _, err = ended(launch(cloud, "exit 1", "--stop"))
+    assert code == 0 and "not all hosts answer" not in err
+    assert [path.read_text() for path in cloud.glob("cloud/gone*/got")] == ["TERM\n"] * HOSTS
+    (cloud / "cloud/state").write_text("ACTIVE")
+    (cloud / "cloud/host0").mkdir()  # of which nobody has started anything
+    assert "not all hosts answer" in ended(launch(cloud, "exit 1", "--stop"))[2]
+    assert summary(cloud)[-6:] == [*["ssh all stop"] * 5, "delete"]
+
+
+def test_stop_of_a_slice_that_is_not_there_says_so(cloud):
+    code, _, err = ended(launch(cloud, "exit 1", "--stop"))
+    assert (code, err) == (0, "jaxgpt: slice pod in zone-a: ABSENT\n")
+    assert summary(cloud) == ["describe"]
+
+
+def test_a_job_is_not_ended_because_a_host_does_not_answer_once(cloud):
+    leave_running(cloud)
+    before = len(summary(cloud))
+    (cloud / "cloud/host1/deaf").touch()
+    second = launch(cloud, RUNS_UNTIL_TOLD)
+    until(lambda: "ssh 0 follow" in summary(cloud)[before:])
+    (cloud / "cloud/enough").touch()
+    assert ended(second)[0] == 0
+    assert "ssh all stop" not in summary(cloud) and not (cloud / "cloud/host0/got").exists()
+
+
 def test_stop_without_a_slice_that_answers_deletes_all_the_same(cloud):
     (cloud / "cloud/state").write_text("SUSPENDED")
     assert ended(launch(cloud, "exit 1", "--stop"))[0] == 0

@@ -172,7 +172,14 @@ def test_sums_over_unequal_devices_are_not_means_of_means():
     assert float(loss / weight) == pytest.approx(5.9, abs=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 4, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 4, "tensor": 2},
+        {"data": 1, "fsdp": 4, "tensor": 2},
+        {"data": 2, "fsdp": 2, "context": 2},
+    ],
+)
 def test_gradients_on_a_mesh_equal_those_of_one_device(sizes):
     mesh = make_mesh(MeshConfig(**sizes))
     hidden, head, targets, weights = example()
@@ -198,16 +205,17 @@ def test_no_collective_runs_inside_the_loop_over_chunks():
     assert not any("all-reduce(" in body or "all-gather(" in body for body in bodies)
 
 
-def test_replicas_exchange_only_the_part_of_the_heads_gradient_that_they_hold():
-    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 4}, {"data": 1, "fsdp": 4, "context": 2}])
+def test_replicas_exchange_only_the_part_of_the_heads_gradient_that_they_hold(sizes):
+    mesh = make_mesh(MeshConfig(**sizes))
     hidden, targets, weights = jnp.zeros((8, 8, D)), jnp.zeros((8, 8), jnp.int32), jnp.ones((8, 8))
     loss = lambda w: next_token(hidden, w, targets, weights, chunk=2, shards=Placement(mesh))[0]  # noqa: E731
     split = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
     head = jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=split)
     text = jax.jit(jax.grad(loss), out_shardings=split).lower(head).compile().as_text()
     sums = [one for one in collectives(text, mesh.shape) if one.kind == "all-reduce"]
-    over_data = [one for one in sums if "data" in one.axes]
-    assert max(one.whole_bytes for one in over_data) == 4 * V * D // 4
+    of_parts = [one for one in sums if {"data", "context"} & set(one.axes)]
+    assert max(one.whole_bytes for one in of_parts) == 4 * V * D // 4
     assert max(one.whole_bytes for one in sums) == 4 * V * D  # XLA:CPU has no reduce-scatter here
 
 

@@ -17,8 +17,7 @@ from jaxgpt.parallel.mesh import (
     arrange,
     axis_sizes,
     batch_shards,
-    check_batch,
-    check_model,
+    check_run,
     check_sizes,
     make_mesh,
     slow_sizes,
@@ -45,7 +44,7 @@ def test_one_axis_takes_the_devices_that_remain(cfg, devices, sizes):
 @pytest.mark.parametrize(
     "cfg, devices, parts",
     [
-        ({"fsdp": 3}, 8, ["mesh.fsdp = 3", "multiple of 3", "there are 8"]),
+        ({"fsdp": 3}, 8, ["mesh.fsdp = 3", "multiple of 3", "there are 8", "that divide"]),
         ({"data": 2}, 8, ["mesh.data = 2", "needs 2 devices", "there are 8"]),
         ({"data": 16}, 8, ["mesh.data = 16", "there are 8"]),
         ({"fsdp": 16}, 8, ["mesh.fsdp = 16", "there are 8"]),
@@ -195,10 +194,15 @@ def test_batches_and_model_are_refused_in_one_go():
 def test_a_model_that_an_axis_does_not_divide_is_refused_with_the_numbers(values, axes, words):
     cfg = with_values(Config(), "test", **values)
     with pytest.raises(ConfigError) as refused:
-        check_model(sizes_of(**axes), cfg)
+        check_sizes(sizes_of(**axes), cfg)
     assert all(word in str(refused.value) for word in words)
     assert len(refused.value.problems) == 1
-    check_model(sizes_of(), cfg)  # on one device there is nothing to divide
+    check_sizes(sizes_of(), cfg)  # on one device there is nothing to divide
+
+
+def rows_of(rows: int, micro: int, ramp: dict[str, int] | None = None) -> Config:
+    train = {"global_batch": rows, "micro_batch": micro, "batch_ramp": ramp or {}}
+    return with_values(Config(), "test", train=train)
 
 
 @pytest.mark.parametrize(
@@ -212,17 +216,17 @@ def test_a_model_that_an_axis_does_not_divide_is_refused_with_the_numbers(values
 )
 def test_rows_that_do_not_divide_are_refused_with_the_nearest_sizes(rows, micro, parts):
     with pytest.raises(ConfigError) as refused:
-        check_batch(make_mesh(MeshConfig()), rows, micro)
+        check_sizes(sizes_of(data=8), rows_of(rows, micro))
     assert all(part in str(refused.value) for part in parts)
 
 
 def test_rows_are_refused_by_the_key_that_asks_for_them():
     with pytest.raises(ConfigError, match=r"^train.batch_ramp\['9'\] = 12 rows.* 8 devices"):
-        check_batch(make_mesh(MeshConfig()), 12, 12, "train.batch_ramp['9']")
+        check_sizes(sizes_of(data=8), rows_of(16, 0, {"9": 12}))
 
 
 def test_rows_that_divide_are_accepted():
-    check_batch(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), 12, 4)
+    check_sizes(sizes_of(data=2, fsdp=2, tensor=2), rows_of(12, 4))
 
 
 def test_a_batch_of_10_rows_over_3_processes_is_refused_with_both_numbers():
@@ -231,4 +235,4 @@ def test_a_batch_of_10_rows_over_3_processes_is_refused_with_both_numbers():
         devices=devices.reshape(1, 3, 1, 1, 1, 1), shape=dict.fromkeys(AXES, 1) | {"data": 3}
     )
     with pytest.raises(ConfigError, match="= 10 rows.* 3 devices.*3 processes; nearest: 9 or 12"):
-        check_batch(mesh, 10, 10)
+        check_run(mesh, rows_of(10, 10))

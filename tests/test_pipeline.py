@@ -120,6 +120,18 @@ def test_hosts_with_unequal_shares_read_the_same_batch(root):
     assert_equal(stacked(parts), sample_rows(data, np.arange(5, 13)))
 
 
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "best_fit_whole"])
+def test_processes_whose_documents_differ_in_length_have_batches_of_one_shape(tmp_path, packing):
+    # Whole in rows of 16, the first 5 ids leave padding that parts of the 30 leave elsewhere.
+    write_store(tmp_path / "store/train", [random_documents([5, 30] * 5), random_documents([5])])
+    data = opened(tmp_path, packing=packing, document_mask=True)
+    parts = [stream(data, 0, 6, global_batch=2, rows=slice(i, i + 1)) for i in range(2)]
+    assert {leaf.shape for part in parts for leaf in jax.tree.leaves(part)} == {(3, T)}
+    assert packing == "concat" or (parts[0].weights.sum(1) != parts[1].weights.sum(1)).any()
+    joined = jax.tree.map(lambda *leaves: np.stack(leaves, 1).reshape(-1, T), *parts)
+    assert_equal(joined, sample_rows(data, np.arange(6)))
+
+
 def test_the_batch_after_a_resume_is_the_next_unseen_one(root):
     data = opened(root)
     unbroken = stream(data, 0, 40, global_batch=4).tokens[:, :3].tolist()

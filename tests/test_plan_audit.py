@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxgpt.planning import audit, hlo
-from jaxgpt.planning.audit import Facts, Leaf
 from jaxgpt.planning.collectives import collectives
+from jaxgpt.planning.facts import Facts, Leaf
 
 # Two layers of width 64 on 4 devices of fsdp and 2 of data; vocabulary 512, chunks of 128 tokens.
 MESH = {"data": 2, "fsdp": 4}
@@ -116,6 +116,23 @@ def test_each_fault_is_found_by_its_check_with_bytes_and_axes(check, line, size,
     assert "\n" not in found[0].line
 
 
+def test_findings_of_one_kind_are_one_line_with_the_largest_and_their_sum():
+    rows = (512, 256, 1024)  # tokens of logits: 1.05, 0.52 and 2.10 MB
+    faults = [f"%x.{n} = f32[{n},512]{{1,0}} broadcast(%embed)" for n in rows]
+    (line,) = audit.lines(checked(at_end="\n  ".join(faults)))
+    assert line.startswith("x.1024: float32 logits of 1,024 tokens, 2.10 MB")
+    assert line.endswith("; and 2 more of the kind, 3.67 MB in all")
+    assert audit.lines(checked(at_end=faults[0])) == [checked(at_end=faults[0])[0].line]
+
+
+def test_the_name_of_an_operation_is_cut_to_its_end():
+    name = "jit(train_step)/" + 100 * "eval_jaxpr/while/" + "body/mlp/dot_general"
+    line = f'%x = f32[512,512]{{1,0}} broadcast(%embed), metadata={{op_name="{name}"}}'
+    (found,) = checked(at_end=line)
+    assert found.line.endswith("/body/mlp/dot_general)") and "(.../" in found.line
+    assert len(found.line) < 200
+
+
 def test_logits_of_one_chunk_and_weights_of_the_same_size_are_no_finding():
     # 64 tokens of logits would have the shape of the embedding: weights are told by their shapes.
     assert checked(at_end="%x = f32[64,512]{1,0} broadcast(%embed)") == []
@@ -213,11 +230,21 @@ def test_a_sum_over_a_whole_torus_of_tpus_says_which_mesh_avoids_it():
     line = "%x = f32[8192,512]{1,0} all-reduce(%head), replica_groups=[1,64]<=[64], to_apply=%add"
     program = hlo.parse(TEXT.replace("AT_END", line).replace("IN_LOOP", ""))
     mesh = {"data": 1, "fsdp": 64}
-    known = KNOWN._replace(mesh=mesh)
-    (tpu,) = audit.reduced_whole(collectives(program, mesh), known)
-    (gpu,) = audit.reduced_whole(collectives(program, mesh), known._replace(platform="gpu"))
-    assert "mesh.data or mesh.tensor" in tpu.line
-    assert "mesh.data" not in gpu.line
+    for torus, helped in ((64, True), (32, False), (0, False)):  # of 2 slices; of two dimensions
+        known = KNOWN._replace(mesh=mesh, torus=torus)
+        (found,) = audit.reduced_whole(collectives(program, mesh), known)
+        assert ("mesh.data or mesh.tensor" in found.line) == helped
+
+
+@pytest.mark.parametrize("name", ["params/pos_embed", "params/router"])
+def test_what_is_used_in_float32_may_be_gathered_so_but_not_summed_whole(name):
+    known = KNOWN._replace(leaves=(KNOWN.leaves[1], Leaf(name, "float32", (600, 32), (150, 32))))
+    for kind, count in (("all-gather", 0), ("all-reduce", 1)):
+        line = f"%x = f32[600,32]{{1,0}} {kind}(%head), replica_groups=[2,4]<=[8], to_apply=%add"
+        program = hlo.parse(TEXT.replace("AT_END", line).replace("IN_LOOP", ""))
+        found = [one for one in collectives(program, MESH) if one.name == "x"]
+        assert len(found) == 1 and list(audit.gathered_float32(found, known)) == []
+        assert len(list(audit.reduced_whole(found, known))) == count
 
 
 def test_a_cpu_compiler_is_not_blamed_for_what_it_cannot_do():

@@ -13,6 +13,8 @@ from jaxgpt import cli, config
 from jaxgpt.commands import plan as plan_command
 from jaxgpt.errors import ConfigError, JaxgptError
 from jaxgpt.planning import compile as compiler
+from jaxgpt.planning.audit import Finding
+from jaxgpt.planning.collectives import Collective
 
 PRESET = "configs/llama3_8b.toml"
 SMALL = "configs/gpt2_124m.toml"
@@ -41,7 +43,7 @@ def test_a_run_that_fits_is_exit_code_0_and_names_its_numbers(capsys):
 def test_one_that_does_not_fit_is_exit_code_64_with_the_report_and_three_fixes(capsys):
     assert cli.main(["plan", PRESET, "--on", "h100x8", "--analytic"]) == 64
     text = capsys.readouterr().out
-    assert re.search(r"DOES NOT FIT: [\d.]+ of [\d.]+ GiB a device by arithmetic\n", text)
+    assert re.search(r"DOES NOT FIT: [\d.]+ of [\d.]+ GB a device by arithmetic\n", text)
     fixes = re.findall(r"^  (.*): ([\d,.]+) GB less, ([+-][\d,.]+) ms a step, (.*)$", text, re.M)
     assert len(fixes) == 3 and fixes[0][3] == "fits then"
 
@@ -72,10 +74,47 @@ def test_a_mesh_that_does_not_divide_is_refused(capsys):
 
 
 def test_without_a_compiler_it_says_which_extra_and_goes_on(capsys, monkeypatch):
-    answer(monkeypatch, JaxgptError("compiling for tpu needs libtpu: install jaxgpt[tpu]"))
+    line = "compiling for tpu needs libtpu: pip install 'jaxgpt[tpu]'"
+    answer(monkeypatch, JaxgptError(line))
     plan = ask(capsys, "plan", PRESET, "--on", "v5p-128")
     assert plan["compiled"] is None and plan["exit_code"] == 0
-    assert any("install jaxgpt[tpu]" in note for note in plan["notes"])
+    assert f"not compiled, so all numbers are analytic: {line}" in plan["notes"]
+
+
+@pytest.mark.parametrize(("target", "extra"), [("v5p-64", "tpu"), ("h100x8", "cuda")])
+def test_analytic_numbers_are_called_so_with_the_extra_that_compiles(capsys, target, extra):
+    words = (SMALL, "--on", target, "--analytic", "train.micro_batch=512")
+    notes = ask(capsys, "plan", *words)["notes"]
+    (note,) = (note for note in notes if "all numbers are analytic" in note)
+    assert f"pip install 'jaxgpt[{extra}]'" in note
+
+
+def test_what_the_compiled_step_exchanges_stands_beside_what_is_expected(capsys, monkeypatch):
+    def gather(sent: int, overlapped: bool) -> Collective:
+        return Collective(
+            "x", "all-gather", ("fsdp",), False, 8, "bf16", (1,), 1, sent, 2, overlapped, ""
+        )
+
+    exchanges = (gather(90 * 10**9, True), gather(9 * 10**9, False))
+    fault = Finding("not_donated", "step", 4, (), "step: 4 bytes are not donated")
+    done = compiler.Compiled(**NEEDS, peak_bytes=10**9, collectives=exchanges, findings=(fault,))
+    answer(monkeypatch, done)
+    text = text_of(capsys, "plan", PRESET, "--on", "h100x8", "train.micro_batch=64")
+    row = re.search(r"^fsdp +([\d.]+) +198\.000 +([\d.]+) +18\.000 +40\.00 +4 all", text, re.M)
+    assert float(row[2]) == pytest.approx(198 / float(row[1]), abs=0.01)
+    assert re.search(
+        r"^as compiled: at least [\d,.]+ ms, of which 40\.0 are exchanges in the", text, re.M
+    )
+    assert "\nfinding: step: 4 bytes are not donated\n" in text
+
+
+def test_a_mesh_over_a_whole_torus_is_told_what_libtpu_makes_of_it(capsys):
+    def notes(*words: str) -> bool:
+        plan = ask(capsys, "plan", PRESET, "--on", "v5p-128", "--analytic", *words)
+        return any("all of a 3-D torus" in note for note in plan["notes"])
+
+    assert notes()
+    assert not notes("mesh.data=4", "mesh.fsdp=16")
 
 
 def test_a_configuration_that_the_compiler_refuses_is_exit_code_64_and_one_line(
@@ -122,7 +161,7 @@ def test_the_compilers_totals_stand_beside_and_decide(capsys, monkeypatch):
     done = compiler.Compiled(**NEEDS, **sizes)
     answer(monkeypatch, done)
     text = text_of(capsys, "plan", PRESET, "--on", "v5p-128")
-    assert "peak 30.000" in text and "27.9 by the compiler" in text
+    assert "peak 30.000" in text and "30.0 by the compiler" in text
     assert "of these 21.000 are in use at once" in text
     misfit = compiler.Compiled(**NEEDS, misfit="does not fit", needed_bytes=200 * 10**9)
     answer(monkeypatch, misfit)

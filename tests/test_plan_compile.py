@@ -209,6 +209,20 @@ def test_libtpu_is_told_of_hosts_that_are_not_of_four(topology, options):
     assert child.tpu_topology(topology, 2) == (topology, {**options, "num_slices": 2})
 
 
+@pytest.mark.parametrize(
+    ("target", "devices", "torus"),
+    [
+        ({"topology": "v5p:4x4x8", "slices": 1}, 128, 128),
+        ({"topology": "v5p:4x4x4", "slices": 2}, 128, 64),
+        ({"topology": "v5p:2x4x4", "slices": 1}, 32, 0),
+        ({"topology": "v6e:16x16", "slices": 1}, 256, 0),
+        ({"chip": "h100"}, 64, 0),
+    ],
+)
+def test_only_whole_cubes_have_rings_along_three_dimensions(target, devices, torus):
+    assert child.torus_of(target, devices) == torus
+
+
 def test_the_child_has_this_environment_without_its_cache_and_devices():
     ours = {"HOME": "/h", "JAX_COMPILATION_CACHE_DIR": "/c", "JAX_NUM_CPU_DEVICES": "8"}
     found = compiling.child_environment(ours, {"platform": "tpu", "topology": "v5e:2x2"})
@@ -249,13 +263,13 @@ def test_the_ways_in_which_a_child_fails_are_told_apart(
 
 def test_a_program_that_does_not_fit_is_a_result(tmp_path, monkeypatch):
     answer = {
-        "outcome": "does_not_fit", "line": child.misfit(26.84 * GIB, 15.75 * GIB),
+        "outcome": "does_not_fit", "line": child.misfit(26.84e9, 16.91e9),
         "needed_bytes": 3, "available_bytes": 2, "platform": "tpu", "device_kind": "TPU v5 lite",
         "num_devices": 4, "mesh": {"fsdp": 4},
     }  # fmt: skip
     program(tmp_path, monkeypatch, f"cat > /dev/null; echo '{json.dumps(answer)}'")
     done = compiling.compile_step(tiny("data=8"), CPU)
-    assert compiling.describe(done) == ["does not fit: needs 26.84 GiB of 15.75 GiB per device"]
+    assert compiling.describe(done) == ["does not fit: needs 26.84 of 16.91 GB per device"]
     assert (done.needed_bytes, done.available_bytes, done.peak_bytes) == (3, 2, 0)
 
 

@@ -13,8 +13,9 @@ from jaxgpt.chips import Chip
 from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError
 from jaxgpt.planning.hardware import Target, parse
-from jaxgpt.planning.layout import facts, layout, with_vocabulary
-from jaxgpt.planning.memory import estimate, kept, state_bytes, tensors
+from jaxgpt.planning.layout import layout, state_sizes, with_vocabulary
+from jaxgpt.planning.memory import estimate, state_bytes
+from jaxgpt.planning.tensors import kept, tensors
 
 # 2 blocks, D 32, N 4, K 2, H 8, F 128, V 64, T 16, untied: per block 32 (4 + 2 + 2) 8 + 32 32 +
 # 3 32 128 + 2 32 = 15,424 weights; 2 64 32 + 32 outside.
@@ -163,6 +164,13 @@ def test_a_pipeline_keeps_named_tensors_of_all_its_blocks_in_all_its_turns():
     assert found["saved up"] == 3 * 2 * (2 * 16) * 128 * 2
 
 
+def test_a_pipeline_has_a_belt_for_each_auxiliary_loss_and_no_masks():
+    found = parts(piped(aux_layers=(1, 2)))
+    # Two micro-batches over two stages: one place of two rows; the belt, its gradient, the norm.
+    assert found["belts of auxiliary losses"] == 2 * 3 * (2 * 16) * 32 * 2
+    assert not any("masks" in cause for cause in found)
+
+
 def test_a_pipeline_has_one_float32_gradient_and_casts_its_layers_once():
     found = parts(piped())
     # Matrices of 15,360 weights a block over stages and fsdp, norms of 2 x 32 over stages; 4,096
@@ -199,7 +207,7 @@ def test_every_optimiser_is_counted_as_its_state_is(name):
     cfg = make({"stacked": True}, optim={"name": name})
     built = optimizer.build(cfg, 3, params.abstract(params.specs(cfg.model)))
     leaves = jax.tree.leaves(state.abstract_state(cfg, built))
-    known = facts(cfg)
+    known = state_sizes(cfg)
     counted = sum(w.count * sum(w.state.values()) for w in known.weights)
     assert counted + sum(known.replicated.values()) == sum(
         leaf.size * leaf.dtype.itemsize for leaf in leaves
@@ -243,6 +251,7 @@ ROWS = ("train.global_batch=128", "train.micro_batch=64")
 STAGES = ("mesh.data=2", "mesh.stage=4", "model.stacked=true", "train.micro_batch=64")
 HALF = ("mesh.data=1", "train.micro_batch=32", "train.global_batch=256")
 NONE = ("model.remat=none",)
+EXPERTS = "mesh.expert=8"
 COMPILED = [
     ("llama3_8b", "v5p-64", 32, (), 37.616),
     ("llama3_8b", "v6e-256", 2, (), 6.894),
@@ -250,15 +259,17 @@ COMPILED = [
     ("llama3_8b", "h100x8", 4, (*NONE, "train.micro_batch=8"), 17.594),
     ("llama3_8b", "h100x8", 4, (*NONE, "model.stacked=false", "train.micro_batch=8"), 16.201),
     ("llama3_8b", "v5p-8", 4, (*NONE, "train.micro_batch=4"), 22.855),
-    ("gpt2_124m", "h200x1", 12, ("train.micro_batch=256",), 113.067),
-    ("gpt2_124m", "v5p-2", 4, ("train.micro_batch=128",), 16.494),
-    ("gpt2_124m", "h100x8", 12, (*STAGES, "model.remat=full"), 4.902),
-    ("gpt2_124m", "h100x8", 12, STAGES, 98.832),
-    ("gpt2_124m", "v5p-8", 12, (*STAGES, *HALF, "model.remat=full"), 4.703),
-    ("mixtral_8x7b", "h100x8", 2, SHORT, 59.253),
-    ("mixtral_8x7b", "v5p-16", 2, SHORT, 41.798),
-    ("qwen3_30b_a3b", "h100x8", 2, ROWS, 20.872),
-    ("qwen3_30b_a3b", "v5p-16", 2, ROWS, 18.466),
+    ("gpt2_124m", "h200x1", 12, ("train.micro_batch=256",), 84.076),
+    ("gpt2_124m", "v5p-8", 4, ("train.micro_batch=512",), 16.161),
+    ("gpt2_124m", "h100x8", 12, (*STAGES, "model.remat=full"), 4.323),
+    ("gpt2_124m", "h100x8", 12, STAGES, 98.254),
+    ("gpt2_124m", "v5p-8", 12, (*STAGES, *HALF, "model.remat=full"), 4.150),
+    ("mixtral_8x7b", "h100x64", 2, (), 46.53),
+    ("qwen3_30b_a3b", "h100x64", 2, (), 13.42),
+    ("mixtral_8x7b", "h100x8", 2, (*SHORT, EXPERTS), 59.253),
+    ("mixtral_8x7b", "v5p-16", 2, (*SHORT, EXPERTS), 41.798),
+    ("qwen3_30b_a3b", "h100x8", 2, (*ROWS, EXPERTS), 20.872),
+    ("qwen3_30b_a3b", "v5p-16", 2, (*ROWS, EXPERTS), 18.466),
 ]
 
 
@@ -273,6 +284,6 @@ def test_the_sum_by_cause_is_what_the_compiler_has_in_use_at_once(
 
 
 def test_layouts_share_what_does_not_depend_on_the_mesh():
-    known = facts(make())
+    known = state_sizes(make())
     assert layout(make(), H100, known).weights is known.weights
     assert dataclasses.replace(layout(make(), H100, known), cfg=make()).weights is known.weights

@@ -68,21 +68,68 @@ def test_adamw_moves_28_bytes_a_weight():
     assert found.update == pytest.approx(0.726e-3, rel=1e-2)
 
 
-def test_fsdp_gathers_twice_and_scatters_once():
-    _, found = on(LLAMA, "v5p-128")
-    D, F, V, n, A = 4096, 14336, 128_256, 64, 2
-    blocks = 32 * (2 * D * D + 2 * D * 1024 + 3 * D * F)
-    weights = A * 2 * (2 * blocks + 2 * V * D) * (n - 1) / n
-    gradients = A * (2 * blocks + 4 * 2 * V * D) * (n - 1) / n
+# Llama 3 8B over n devices of fsdp, in A micro-batches.
+D, F, V = 4096, 14336, 128_256
+BLOCKS = 32 * (2 * D * D + 2 * D * 1024 + 3 * D * F)
+
+
+def sent_over(found: Bound, axis: str) -> dict[str, float]:
+    sent: dict[str, float] = {}
+    for t in found.transfers:
+        if t.axis == axis:
+            sent[t.what] = sent.get(t.what, 0) + t.bytes
+    return sent
+
+
+def test_fsdp_gathers_twice_scatters_once_and_looks_up_tokens():
+    at, found = on(LLAMA, "v5p-64")
+    n, A = 32, 2
+    # The embedding is not gathered: its rows are brought, and their gradients taken back.
+    weights = A * 2 * (2 * BLOCKS + V * D) * (n - 1) / n
+    gradients = A * (2 * BLOCKS + 4 * V * D) * (n - 1) / n
     gradients += A * 2 * (2 * 64 * D + 4 * D) * (n - 1) / n  # norms are whole: an all-reduce
-    sent = {
-        what: sum(t.bytes for t in found.transfers if t.what == what and t.axis == "fsdp")
-        for what in ("weights", "gradients")
-    }
-    assert sent == pytest.approx({"weights": weights, "gradients": gradients})
-    # Over all three rings of the torus, both ways: 6 links of 90 GB/s.
-    seconds = sum(t.seconds for t in found.transfers if t.axis == "fsdp")
-    assert seconds == pytest.approx((weights + gradients) / 540e9, rel=1e-3)
+    rows = 2 * A * at.tokens * D * 2 * (n - 1) / n
+    assert sent_over(found, "fsdp") == pytest.approx(
+        {"weights": weights, "gradients": gradients, "looked-up embeddings": rows}
+    )
+    # Three lines of 2x4x4 chips, each one link of 90 GB/s; all of it can overlap.
+    seconds = sum(t.seconds for t in found.transfers if t.what != "looked-up embeddings")
+    assert seconds == pytest.approx((weights + gradients) / 270e9, rel=1e-3)
+    assert found.exposed == 0
+
+
+def test_a_tied_embedding_is_gathered_for_the_head_and_looked_up_as_well():
+    at, found = on(config.load("configs/llama3_1b.toml"), "v5p-16", mesh={"data": 1, "fsdp": 8})
+    m = at.cfg.model
+    sent = sent_over(found, "fsdp")
+    block = m.embed_dim * (2 * m.embed_dim + 2 * 512 + 3 * m.mlp_dim)
+    whole = 2 * (2 * m.num_layers * block + m.vocab_size * m.embed_dim)
+    assert sent["weights"] == at.accum * whole * 7 / 8
+    assert sent["looked-up embeddings"] == 2 * at.accum * at.tokens * m.embed_dim * 2 * 7 / 8
+
+
+def test_over_a_whole_torus_weights_are_sums_in_the_open_and_twice_the_bytes():
+    # libtpu 0.0.50: from 4x4x4 chips on; not over 2x4x4, nor over two dimensions of 4x8x8.
+    _, whole = on(LLAMA, "v5p-128")
+    n, A = 64, 2
+    weights = A * 2 * (2 * BLOCKS + V * D) * (n - 1) / n
+    assert sent_over(whole, "fsdp")["weights"] == pytest.approx(2 * weights)
+    in_open = [t for t in whole.transfers if not t.overlaps]
+    assert {t.what for t in in_open} == {"weights", "gradients"}
+    assert sum(t.seconds for t in in_open if t.what == "weights") == pytest.approx(
+        2 * weights / 540e9  # three rings, both ways
+    )
+    _, split = on(LLAMA, "v5p-128", mesh={"data": 4, "fsdp": 16})
+    assert split.exposed == 0 and split.seconds < whole.seconds
+
+
+def test_two_axes_that_gather_together_over_a_whole_torus_do_so_as_well():
+    mesh = {"data": 1, "fsdp": 8, "expert": 8}
+    _, found = on(config.load("configs/mixtral_8x7b.toml"), "v5p-128", mesh=mesh)
+    dense = [t for t in found.transfers if t.what == "weights" and t.axis == "expert"]
+    assert dense and not any(t.overlaps for t in dense)  # attention's, over both axes
+    # Those of experts are gathered over fsdp alone.
+    assert any(t.overlaps for t in found.transfers if t.what == "weights" and t.axis == "fsdp")
 
 
 def test_between_hosts_only_a_share_of_the_weights_crosses_the_network():
@@ -91,7 +138,7 @@ def test_between_hosts_only_a_share_of_the_weights_crosses_the_network():
     for t in found.transfers:
         if t.what == "weights":
             sent[t.link] += t.bytes
-    # 8 hosts of 8: V/8 x 7/8 over the network and V x 7/8 over NVLink.
+    # 8 hosts of 8: 1/8 x 7/8 over the network and 7/8 over NVLink.
     assert sent["network"] == pytest.approx(sent["NVLink"] / 8)
 
 

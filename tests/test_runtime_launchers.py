@@ -248,8 +248,17 @@ def test_without_variables_a_tpu_machine_is_left_to_its_metadata():
     assert detect({}, on_tpu=True) == Launch("tpu", "", 0, 0, None, "TPU metadata")
 
 
-def test_variables_of_tpus_mean_nothing_without_chips():
-    assert detect(GKE) is None
+def test_a_host_of_a_slice_on_which_no_tpu_is_seen_does_not_run_alone():
+    for environ in (GKE, GKE | {"JOB_COMPLETION_INDEX": "1"}):
+        said = refused(environ)
+        assert "names 2 hosts, but JAX sees no TPU on this one" in said and "--processes 1" in said
+    assert detect(GKE, Flags(processes=1)).processes == 1
+
+
+def test_variables_of_tpus_mean_nothing_where_none_are_asked_for_or_another_launcher_is_there():
+    assert detect(GKE | {"JAX_PLATFORMS": "cpu"}) is None
+    assert detect(GKE | {"TPU_WORKER_HOSTNAMES": "t-0.svc"}) is None
+    assert detect(SLURM | GKE).kind == "slurm"
 
 
 # Open MPI.

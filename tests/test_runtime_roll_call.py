@@ -11,16 +11,16 @@ from collections.abc import Iterator
 import pytest
 
 from jaxgpt.errors import ConfigError, HangError
-from jaxgpt.runtime import roll_call
-from jaxgpt.runtime.roll_call import MAGIC
+from jaxgpt.runtime import caller, roll_call
+from jaxgpt.runtime.caller import MAGIC
 
 HERE = socket.gethostname()
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch) -> None:
-    monkeypatch.setattr(roll_call, "LINGER", 0.3)
-    monkeypatch.setattr(roll_call, "GRACE", 1.0)
+    monkeypatch.setattr(caller, "LINGER", 0.3)
+    monkeypatch.setattr(caller, "GRACE", 1.0)
     monkeypatch.setattr(roll_call, "PAUSE", 0.02)
 
 
@@ -114,7 +114,7 @@ def test_a_process_too_many_is_refused_on_all(address):
 
 
 def test_those_who_come_a_little_later_are_told_what_is_wrong(address, monkeypatch):
-    monkeypatch.setattr(roll_call, "LINGER", 1.0)
+    monkeypatch.setattr(caller, "LINGER", 1.0)
     told = call(address, (0, 3), (1, 3), (1, 3), (2, 3), pause=0.2)
     assert [type(error) for error in told] == [ConfigError] * 4
 
@@ -132,7 +132,7 @@ def test_a_name_without_an_address_is_waited_for_and_then_named():
 
 
 def test_process_0_finds_out_that_the_address_leads_elsewhere(listener, monkeypatch):
-    monkeypatch.setattr(roll_call, "_listen", lambda port: socket.create_server(("localhost", 0)))
+    monkeypatch.setattr(caller, "listen", lambda port: socket.create_server(("localhost", 0)))
     (told,) = call(listener, (0, 2), timeout=0.2)
     assert isinstance(told, ConfigError)
     assert f"coordinator {listener} has not led to process 0 ({HERE})" in str(told)
@@ -194,7 +194,7 @@ def test_a_process_that_left_and_came_again_counts_once(address):
 
 
 def test_what_is_waited_for_is_said(address, monkeypatch):
-    monkeypatch.setattr(roll_call, "PATIENCE", 0.1)
+    monkeypatch.setattr(caller, "PATIENCE", 0.1)
     said: list[str] = []
     with pytest.raises(HangError):
         roll_call.roll_call(address, 0, 2, 0.8, said.append)
@@ -216,7 +216,7 @@ def come(address: str, process: int, processes: int) -> socket.socket:
 
 
 def test_a_process_that_came_and_ended_is_named_to_the_others(address, monkeypatch):
-    monkeypatch.setattr(roll_call, "GONE", 0.5)
+    monkeypatch.setattr(caller, "GONE", 0.5)
     leaver = threading.Thread(target=lambda: come(address, 1, 3).close())
     leaver.start()
     began = time.monotonic()
@@ -247,7 +247,7 @@ def test_a_process_that_takes_no_answer_is_named_as_frozen(address):
 
 @pytest.mark.parametrize("how", ["ended", "frozen"])
 def test_a_process_0_that_was_there_and_gives_no_sign_of_life_is_found_gone(monkeypatch, how):
-    monkeypatch.setattr(roll_call, "GONE", 0.5)
+    monkeypatch.setattr(caller, "GONE", 0.5)
     with socket.create_server(("localhost", 0)) as server:
 
         def serve() -> None:

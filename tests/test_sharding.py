@@ -248,11 +248,15 @@ def test_a_function_on_shards_sees_parts_and_gives_the_values_and_gradients_of_t
     assert shapes_of_parts(None, x, w) == [x.shape, w.shape]
 
 
-def test_arrays_split_over_a_mesh_are_joined_without_doubling():
+@pytest.mark.parametrize(
+    "splits", [("data", "data"), ("tensor", "tensor"), ("data", "tensor"), (None, "data")], ids=str
+)
+def test_arrays_split_over_a_mesh_are_joined_without_doubling(splits):
     mesh = make_mesh(MeshConfig(data=4, tensor=2))
+    values = np.arange(1, 5, dtype=np.float32), np.ones(12, np.float32)
     parts = [
-        jax.device_put(np.ones(n, np.float32), sharding.NamedSharding(mesh, P("data")))
-        for n in (4, 12)
+        jax.device_put(value, sharding.NamedSharding(mesh, P(split)))
+        for value, split in zip(values, splits, strict=True)
     ]
-    joined = jax.jit(lambda parts: jax.numpy.concatenate(parts))(parts)
-    np.testing.assert_array_equal(joined, np.ones(16))
+    for join in (jax.numpy.concatenate, jax.jit(jax.numpy.concatenate)):
+        np.testing.assert_array_equal(join(parts), np.concatenate(values))

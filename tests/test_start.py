@@ -152,4 +152,7 @@ def test_a_process_whose_copy_of_the_state_differs_is_named(monkeypatch):
     assert start.compare_copies(7, state) == "" == start.compare_copies(7, flipped)
     hosts_of(monkeypatch, 0, [seen[0], seen[1], seen[0]])
     line = start.compare_copies(7, state)
-    assert line.startswith("WARNING: step 7: process [1] of 3 processes: its copy of the state")
+    assert line.startswith("WARNING: step 7: process [1] of 3 processes hold another copy")
+    hosts_of(monkeypatch, 0, [seen[0], seen[1]])
+    line = start.compare_copies(7, state)
+    assert "2 different copies of the state in 2 processes" in line and "cannot be told" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
@@ -40,6 +41,7 @@ from jaxgpt.errors import (
     StorageError,
 )
 from jaxgpt.parallel import mesh as meshes
+from jaxgpt.start import compile_step
 from jaxgpt.tokenization import tokenizer
 from jaxgpt.train import train
 
@@ -152,14 +154,16 @@ def test_a_finished_run_is_found_out_before_any_step_and_left_alone(root, golden
     assert result.step == 20
     said = capsys.readouterr().err
     assert "train.num_steps" in said and "run.overwrite" in said and "run.dir" in said
-    assert fingerprints(golden, 20) == before[0]
+    assert (fingerprints(golden, 20), (golden / "metrics.jsonl").read_bytes()) == before
 
 
 def test_overwrite_sets_the_old_run_aside_and_starts_again(root):
-    train(tiny(root, "again", train__num_steps=2, optim__warmup_steps=0))
-    train(tiny(root, "again", train__num_steps=3, optim__warmup_steps=0, run__overwrite=True))
-    assert (root / "again/previous-1/ckpt/2.ok.json").exists()
-    assert (root / "again/ckpt/3.ok.json").exists()
+    short = {"train__num_steps": 2, "optim__warmup_steps": 0}
+    train(tiny(root, "again", **short))
+    first = fingerprints(root / "again", 2)
+    train(tiny(root, "again", run__overwrite=True, run__seed=1, **short))
+    assert fingerprints(root / "again/previous-1", 2) == first
+    assert fingerprints(root / "again", 2) != first  # saved anew at the same last step
 
 
 def test_a_longer_run_goes_on_from_a_shorter_one(root, capsys):
@@ -560,10 +564,10 @@ def test_the_run_folder_holds_its_configuration_with_origins_and_its_tokenizer(r
 
 
 def test_accumulation_changes_nothing_but_rounding(root):
-    short = {"train__num_steps": 3, "optim__warmup_steps": 0}
-    train(tiny(root, "whole-16", train__global_batch=16, **short))
-    train(tiny(root, "parts-16", train__global_batch=16, train__micro_batch=8, **short))
-    for a, b in zip(rows(root / "whole-16"), rows(root / "parts-16"), strict=True):
+    short = {"train__num_steps": 3, "optim__warmup_steps": 0, "train__global_batch": 32}
+    train(tiny(root, "whole-32", **short))
+    train(tiny(root, "parts-32", train__micro_batch=8, **short))
+    for a, b in zip(rows(root / "whole-32"), rows(root / "parts-32"), strict=True):
         if "loss" in a:
             assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-6)
@@ -610,6 +614,34 @@ def test_too_many_non_finite_steps_end_the_run(root):
         # Updates of 1e30 overflow float32 within a few steps.
         train(tiny(root, "nan", optim__lr=1e30, optim__warmup_steps=0, train__max_nonfinite=3))
     assert stopped.value.exit_code == 79 and "3 steps in a row" in str(stopped.value)
+    assert "lower optim.lr" in str(stopped.value)
+
+
+def test_weights_that_no_update_made_not_finite_are_told_from_a_rate_that_is_too_high(
+    monkeypatch, root
+):
+    def flip(cfg, train_step, state, batch):
+        update = compile_step(cfg, train_step, state, batch)
+
+        def broken(state, batch):
+            params = jax.tree.map(lambda leaf: leaf * float("nan"), state.params)
+            return update(dataclasses.replace(state, params=params), batch)
+
+        return broken
+
+    monkeypatch.setattr("jaxgpt.start.compile_step", flip)
+    with pytest.raises(NumericsError, match="the state is not finite, which no update did"):
+        train(tiny(root, "broken-weights", train__max_nonfinite=3))
+
+
+def test_after_the_last_step_a_signal_leaves_the_evaluation_to_the_next_start(monkeypatch, root):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 20)
+        with pytest.raises(Interrupted, match="step 20 of 20 is saved .* evaluates it"):
+            train(tiny(root, "last-step"))
+    assert not any("eval/valid/loss" in row for row in rows(root / "last-step"))
+    outcome = train(tiny(root, "last-step"))
+    assert outcome.step == 20 and outcome.results["valid"].loss > 0
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:

@@ -8,11 +8,22 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from peers import FAST
-from runs import fingerprints, finished, make_store, overrides, rows, tiny, together
+from runs import (
+    fingerprints,
+    finished,
+    free_port,
+    jaxgpt,
+    make_store,
+    overrides,
+    rows,
+    tiny,
+    together,
+)
 
 from jaxgpt.commands import data as data_commands
 from jaxgpt.data.store import open_store
@@ -133,6 +144,20 @@ def test_two_processes_evaluate_a_run_of_one_as_one_does(alone):
     assert (other.stdout, other.stderr) == ("", "")
 
 
+def test_two_processes_that_evaluate_other_steps_are_told_so(alone):
+    address = f"localhost:{free_port()}"
+
+    def evaluate(process: int) -> subprocess.CompletedProcess:
+        flags = [f"--coordinator={address}", f"--process={process}", "--processes=2"]
+        return jaxgpt("eval", str(alone), "--step", str(4 + 2 * process), *flags, **FAST)
+
+    with ThreadPoolExecutor(2) as pool:
+        processes = list(pool.map(evaluate, range(2)))
+    assert [process.returncode for process in processes] == [78, 78], processes
+    for process in processes:
+        assert "error: step: process 1 " in process.stderr and "has 6, process 0" in process.stderr
+
+
 def test_an_epoch_and_an_evaluation_end_whatever_the_processes_leave_over(tmp_path):
     """Nine documents, two rows per update: the epoch leaves rows over, the evaluation none."""
     corpus = tmp_path / "corpus"
@@ -145,12 +170,13 @@ def test_an_epoch_and_an_evaluation_end_whatever_the_processes_leave_over(tmp_pa
     data_commands.make_store(cfg)
     stored = open_store(tmp_path / "store")
     assert stored.num_docs == 9
-    whole_rows = stored.stream_len // 16
+    num_rows = -(-stored.stream_len // 16)
+    assert num_rows % 2 == 1  # or the epoch would leave nothing over
     changes |= SIZES | {"train__num_steps": 0, "train__global_batch": 2, "data__max_epochs": 1.0}
     words = overrides(tmp_path, "run", **changes, eval__store=str(tmp_path / "store" / "train"))
     first, _ = finished(together(2, "train", "--json", *words, **FAST))
     outcome = json.loads(first.stdout)
-    assert outcome["step"] == whole_rows // 2
+    assert outcome["step"] == num_rows // 2
     (result,) = outcome["results"].values()
     assert result["tokens"] == stored.stream_len  # each id once, the end of each document too
     assert result["bytes"] == sum(path.stat().st_size for path in corpus.iterdir())

@@ -53,6 +53,13 @@ def test_an_option_that_the_compiler_does_not_know_is_refused_by_its_key():
         xla_options.compile_with(lowered, more)
 
 
+def test_an_option_of_our_own_that_a_compiler_does_not_know_is_no_fault_of_the_user():
+    own = {"xla_cpu_no_such_option": True}
+    lowered = jax.jit(lambda x: x, compiler_options=own).lower(np.float32(0))
+    with pytest.raises(ConfigError, match=f"JAX {jax.__version__} is .*xla_cpu_no_such_option"):
+        xla_options.compile_with(lowered, {})
+
+
 def test_an_option_that_the_compiler_knows_is_used():
     more = {"xla_cpu_enable_fast_math": True}
     lowered = jax.jit(jnp.sin, compiler_options=more).lower(np.float32(1))

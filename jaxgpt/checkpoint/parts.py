@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from jaxgpt.checkpoint import commit, describe, fingerprint
 from jaxgpt.checkpoint.arrays import PARTS, part_of, quiet_orbax
 from jaxgpt.checkpoint.record import Record
-from jaxgpt.checkpoint.verify import storage_errors, storage_reason
+from jaxgpt.durable import storage_errors, storage_reason
 from jaxgpt.errors import StorageError
 from jaxgpt.model.params import Params
 

@@ -136,13 +136,13 @@ def together(
     action: Callable[[], T],
     name: str = "outcome",
     timeout: float = PATIENCE,
-    alone: float = PATIENCE,
+    grace: float = PATIENCE,
 ) -> T:
     """Return `action()`; when it raises in one process, the others raise Damaged or StorageError.
 
     A `name` is used by one thread at a time. Whoever does not come in `timeout` seconds has failed.
     Where `action` itself waits for other processes, one in which it raises would keep them in it:
-    `alone` seconds later, if they have not come, it raises Alone.
+    `grace` seconds later, if they have not come, it raises Alone.
     """
     error: Exception | None = None
     try:
@@ -153,7 +153,7 @@ def together(
         mine = 0 if error is None else 1 if isinstance(error, Damaged) else 2
         said = [mine, -store.process_index(), one_line(error or "")]
         try:
-            limit = min(timeout, timeout if error is None else alone)
+            limit = min(timeout, timeout if error is None else grace)
             worst, number, text = store.decide(f"checkpoint/{name}", said, max, limit)
             text = f"process {-number}: {text}"
         except (TimeoutError, ConnectionError) as missing:

@@ -3,8 +3,8 @@
 `save` returns once the values are off the device; a thread of this room writes them, makes every
 file durable, hashes it and only then publishes the commit record. `restore_latest` believes nothing
 that it has not checked: record, digests, shapes, files, and in the end the fingerprints of the very
-arrays it returns. All processes call every method in the same order; the first one owns names and
-deletions.
+arrays it returns. All processes call every method in the same order; names and deletions are the
+first one's (`keeping`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from jaxgpt.checkpoint import arrays, commit, describe, fingerprint, lock, processes
+from jaxgpt.checkpoint import arrays, commit, describe, fingerprint, keeping, lock, processes
 from jaxgpt.checkpoint.faults import fault
 from jaxgpt.checkpoint.load import find_tokenizer, load_params
 from jaxgpt.checkpoint.record import Damaged, Record
-from jaxgpt.checkpoint.verify import (
-    Wanted,
-    print_line,
-    read_record,
-    restore_state,
-    storage_errors,
-    storage_reason,
-)
-from jaxgpt.errors import ConfigError, JaxgptError, NothingRestorable, StorageError
+from jaxgpt.checkpoint.verify import Wanted, print_line, read_record, restore_state
+from jaxgpt.durable import storage_errors, storage_reason
+from jaxgpt.errors import ConfigError, NothingRestorable, StorageError
 
 __all__ = ["Checkpointer", "Restored", "find_tokenizer", "load_params"]
 
@@ -73,27 +67,10 @@ class Checkpointer:
         self._failure: BaseException | None = None
         self._lock: IO[str] | None = None
         if processes.is_first():
-            self._open_folder()
+            self._lock = keeping.open_folder(self.root, log)
         processes.barrier("folder", timeout)
         processes.check_shared(self.root / lock.NAME)
         self._writer = arrays.open_writer(timeout)
-
-    def _open_folder(self) -> None:
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._lock = lock.claim(self.root)
-            self._clean()
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoint folder {self.root}: {storage_reason(error)}; use another run.dir"
-            ) from error
-        if ignored := commit.strangers(self.root):
-            names = ", ".join(ignored[:8])
-            self._log(f"{self.root}: ignored, for they have no commit record: {names}")
-
-    def _clean(self) -> None:
-        if removed := commit.clean(self.root):
-            self._log(f"{self.root}: removed what was left unfinished: {', '.join(removed)}")
 
     def steps(self) -> list[int]:
         """Return the published steps, ascending."""
@@ -141,7 +118,9 @@ class Checkpointer:
         began, directory = time.monotonic(), self.root / str(draft.step)
         try:
             with storage_errors(f"{directory}: not saved"):
-                processes.together(lambda: self._make_room(draft.step, superseded))
+                processes.together(
+                    lambda: keeping.make_room(self.root, draft.step, superseded, self._log)
+                )
                 with processes.alone():
                     fault("save.begin")
                     arrays.start_write(self._writer, directory, state)
@@ -151,7 +130,7 @@ class Checkpointer:
         except Exception:
             with contextlib.suppress(Exception):
                 self._writer.wait_until_finished()
-            self._discard(draft.step)
+            keeping.discard(self.root, draft.step, self._log)
             raise
         self._thread = threading.Thread(
             target=self._complete, args=(draft, numbers, began), name=f"checkpoint-{draft.step}"
@@ -203,19 +182,6 @@ class Checkpointer:
             )
         return True
 
-    def _make_room(self, step: int, superseded: list[int]) -> None:
-        if not processes.is_first():
-            return
-        with storage_errors(f"{self.root}: not prepared for step {step}"):
-            self._clean()
-            for old in superseded:
-                target = commit.quarantine(self.root, old, "superseded")
-                self._log(f"checkpoint step {old}: the run went back before it, moved to {target}")
-            if (self.root / str(step)).exists():
-                target = commit.quarantine(self.root, step, "stranger")
-                self._log(f"checkpoint step {step}: a folder was in its place, moved to {target}")
-            commit.mark_pending(self.root, step)
-
     def _complete(self, draft: Record, numbers: dict[str, Any], began: float) -> None:
         """The background thread: from the end of the copy to the end of retention."""
         step, directory = draft.step, self.root / str(draft.step)
@@ -230,11 +196,10 @@ class Checkpointer:
                 if not processes.appears(self.root / f"{step}{commit.SUFFIX}"):
                     raise StorageError(f"{directory}: the first process did not publish it")
                 self.durable_step = step
-                if processes.is_first():
-                    self._retain()
+                keeping.retain(self.root, self._keep, self._keep_every, self._finite, self._log)
         except BaseException as error:  # nobody is above a thread: poll() raises it
             self._failure = error
-            self._discard(step)
+            keeping.discard(self.root, step, self._log)
             if not threading.main_thread().is_alive():
                 self._log(f"WARNING: {error}; the process ended without close()")
 
@@ -258,28 +223,6 @@ class Checkpointer:
             self._log(
                 f"WARNING: checkpoint step {record.step}: holds NaN or infinity; not resumable"
             )
-
-    def _retain(self) -> None:
-        """Delete superfluous steps; one that cannot be deleted is tried again at the next save."""
-        for step in self.steps():
-            if step not in self._finite:
-                with contextlib.suppress(JaxgptError):  # unreadable: not counted, not deleted
-                    self._finite[step] = read_record(self.root, step).finite
-        finite = {step: self._finite[step] for step in self.steps() if step in self._finite}
-        for step in commit.superfluous(finite, self._keep, self._keep_every):
-            try:
-                commit.delete(self.root, step)
-                fault("retention.done")
-            except OSError as error:
-                self._log(f"WARNING: checkpoint step {step}: not deleted: {storage_reason(error)}")
-
-    def _discard(self, step: int) -> None:
-        """Remove a save that failed; other steps are not touched."""
-        try:
-            if processes.is_first() and step not in self.steps():
-                commit.remove_pending(self.root, step)
-        except OSError as error:
-            self._log(f"WARNING: checkpoint step {step}: not removed: {storage_reason(error)}")
 
     # Restoring.
 
@@ -307,8 +250,9 @@ class Checkpointer:
                 self._log(f"WARNING: checkpoint {tried[-1]}; trying the one before it")
             except Damaged as damage:
                 tried.append(str(damage))
-                self._set_aside(bound, damage)
-        if remains := tried or self._remains():
+                keeping.set_aside(self.root, bound, damage, self._log)
+                processes.barrier(f"quarantined-{bound}", self._timeout)
+        if remains := tried or keeping.remains(self.root):
             raise NothingRestorable(
                 f"{self.root}: no checkpoint can be restored ({'; '.join(remains)}); put a copy "
                 "back, or start again with run.overwrite=true or another run.dir"
@@ -339,25 +283,3 @@ class Checkpointer:
         steps = [step for step in self.steps() if bound is None or step < bound]
         newest = processes.from_first(steps[-1] if steps else -1)
         return None if newest < 0 else newest
-
-    def _set_aside(self, step: int, damage: Damaged) -> None:
-        if processes.is_first():
-            try:
-                target = commit.quarantine(self.root, step, "damaged")
-                outcome = f"moved to {target}"
-            except OSError as error:
-                outcome = f"not moved away: {storage_reason(error)}"
-            self._log(
-                f"WARNING: checkpoint step {step} is DAMAGED and not used: {damage}; {outcome}"
-            )
-        processes.barrier(f"quarantined-{step}", self._timeout)
-
-    def _remains(self) -> list[str]:
-        """Return signs that this run had checkpoints: damaged ones, and arrays without a record."""
-        damaged = sorted((self.root / commit.QUARANTINE).glob("*-damaged-*"))
-        lost = [
-            name for name in commit.strangers(self.root) if arrays.holds_arrays(self.root / name)
-        ]
-        return [f"{commit.QUARANTINE}/{path.name} is damaged" for path in damaged] + [
-            f"{name} has no commit record" for name in lost
-        ]

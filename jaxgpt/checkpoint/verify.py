@@ -7,11 +7,7 @@ is neither, but a StorageError.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -23,6 +19,7 @@ import jax
 from jaxgpt import config
 from jaxgpt.checkpoint import arrays, commit, fingerprint, processes
 from jaxgpt.checkpoint.record import MAX_INTEGER, Damaged, Record
+from jaxgpt.durable import storage_errors, storage_reason
 from jaxgpt.errors import ConfigError, StorageError
 
 SMALL_FILE = 1 << 20  # bytes; up to these, metadata that no fingerprint covers, always hashed
@@ -46,30 +43,9 @@ def print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def storage_reason(error: BaseException) -> str:
-    """Return the cause in one line: `No space left on device (ENOSPC): path` where it is known."""
-    number = error.errno if isinstance(error, OSError) else None
-    path = str(error.filename) if isinstance(error, OSError) and error.filename else ""
-    if found := re.search(r"os_error_code='([0-9]+)'", str(error)):  # as TensorStore reports it
-        number = int(found[1])
-    if number:
-        name = errno.errorcode.get(number, str(number))
-        return f"{os.strerror(number)} ({name})" + (f": {path}" if path else "")
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-
-
-@contextlib.contextmanager
-def storage_errors(where: str) -> Iterator[None]:
-    """Turn an OSError of the body into a StorageError that begins with `where`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{where}: {storage_reason(error)}") from error
-
-
 def read_record(root: Path, step: int) -> Record:
     """Return the record of `step`; raises Damaged, ConfigError or StorageError."""
-    with storage_errors(str(root)):
+    with storage_errors(root):
         return commit.read_record(root, step)
 
 
@@ -231,7 +207,7 @@ def _read(
     stored = sum(file.size for file in record.files)
     if needed > stored:  # arrays are stored whole and plain: refuse before anything is allocated
         raise Damaged(f"{directory}: its leaves take {needed} bytes, its files hold {stored}")
-    with storage_errors(str(directory)):
+    with storage_errors(directory):
         limit = MAX_INTEGER if verify_files else SMALL_FILE
         processes.check_visible([directory / file.name for file in record.files])
         commit.check_files(directory, record.files, hash_up_to=limit)

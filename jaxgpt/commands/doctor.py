@@ -52,10 +52,11 @@ def _meshes(args: argparse.Namespace, cfg: Any) -> dict[str, Any]:
         )
     from jaxgpt.training import parity
 
-    layouts = parity.all_sizes(args.devices)
+    layouts = parity.layouts(cfg, args.devices)
     say(
         f"{len(layouts)} meshes of {args.devices} simulated devices, {parity.STEPS} updates of a "
-        "small twin of this model in float32 on each, beside one device"
+        "small twin of this model on each, beside one device; in float32 and with the attention of "
+        "CPUs, so that number formats and kernels of GPUs and TPUs are not compared"
     )
     rows = []
     for row in parity.compare(cfg, layouts):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import os
 import platform
 import sys
@@ -16,6 +18,7 @@ import jaxlib
 from jax.sharding import Mesh
 
 from jaxgpt import __version__
+from jaxgpt.checkpoint import load
 from jaxgpt.commands.terminal import say, show, table
 from jaxgpt.config import Config, MeshConfig
 from jaxgpt.data.store import MANIFEST, read_manifest
@@ -24,6 +27,7 @@ from jaxgpt.errors import DataError
 from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.agreement import check_agreement, facts_of_devices, facts_of_start
 from jaxgpt.runtime import hosts, launchers
 from jaxgpt.runtime.devices import start_jax
 from jaxgpt.runtime.launchers import Launch
@@ -42,13 +46,39 @@ def start(args: argparse.Namespace) -> tuple[Launch | None, tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def watched(names: Sequence[str]) -> Iterator[None]:
-    """Let the processes of an evaluation watch each other; with one process nothing happens."""
+def watched(names: Sequence[str], args: argparse.Namespace) -> Iterator[None]:
+    """Let the processes of an evaluation watch each other; with one process nothing happens.
+
+    Raises DisagreementError where they were started differently; paths may differ between hosts.
+    """
     if len(names) == 1:
         yield
         return
+
+    def facts() -> dict[str, Any]:
+        return facts_of_start(Config()) | facts_of_evaluation(args)
+
     with Watchdog() as dog, Peers(dog) as peers, peers.telling(), dog.phase("eval"):
+        check_agreement("start", facts, hosts.START_TIMEOUT)
         yield
+
+
+def facts_of_evaluation(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the processes of an evaluation must have been asked for alike, and the step."""
+    path = Path(args.run)
+    if args.step is not None:
+        path = load.run_folder(path) / "ckpt" / str(args.step)
+    record = load.find_step(path)[1]
+    weights = json.dumps([leaf.fingerprint for leaf in record.leaves])
+    return {
+        "step": record.step,
+        "weights": hashlib.sha256(weights.encode()).hexdigest(),
+        "--weights": args.weights,
+        "--dtype": args.dtype,
+        "--batch": args.batch,
+        "--max-rows": args.max_rows,
+        "number of --data": len(args.data),
+    }
 
 
 def spread(cfg: Config) -> Any:
@@ -60,11 +90,16 @@ def spread(cfg: Config) -> Any:
 def dry_run(args: argparse.Namespace, cfg: Config) -> dict[str, Any]:
     """Start the hosts, show them and how the work would be divided; nothing is read but manifests.
 
-    Raises what training would for hosts, devices, mesh and batch.
+    Raises what training would for hosts that are not alike, devices, mesh and batch.
     """
     launch, names = start(args)
     for line in start_jax(cfg).lines:
         say(line)
+
+    def facts() -> dict[str, Any]:
+        return facts_of_start(cfg) | facts_of_devices()
+
+    check_agreement("dry run", facts, hosts.START_TIMEOUT)
     mesh = meshes.make_mesh(cfg.mesh)
     meshes.check_run(mesh, cfg)
     sharding.rows_of_process(mesh, cfg.train.micro_rows)
@@ -130,7 +165,7 @@ def is_store(folder: Path) -> bool:
 
 def as_text(report: dict[str, Any]) -> str:
     """Return the report of a dry run for people."""
-    axes = ", ".join(f"{axis} {n}" for axis, n in report["mesh"].items() if n > 1) or "all axes 1"
+    axes = meshes.in_words(report["mesh"])
     accum = report["global_batch"] // report["micro_batch"]
     lines = [
         f"{report['processes']} process(es), {report['devices']} device(s); found by "

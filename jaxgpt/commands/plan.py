@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxgpt.planning.search import Candidate
 
 GB = 1e9
-MANY = 64  # devices of a slice, from which on libtpu takes minutes
+MANY = 64  # devices; for more of them libtpu takes longer
 
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # takes no accelerator from a run on this host
-    from jaxgpt.planning import hardware, report, search
+    from jaxgpt.planning import fixes, hardware, report, search
     from jaxgpt.planning.layout import with_vocabulary
 
     target = hardware.parse(args.on)
@@ -50,9 +50,11 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         show(args, search_text(report.candidates(found)))
     candidate = search.evaluate(cfg, target)
     compiled = None if args.analytic else compile_it(candidate, notes)
+    if args.analytic:
+        notes.append(f"--analytic: all numbers are analytic; compiling needs {extra(target)}")
     fits = candidate.fits if compiled is None else report.compiler_fits(candidate, compiled)
-    fixes = [] if fits else search.fixes(candidate)
-    result = report.report(candidate, fixes, compiled, notes)
+    ways_out = [] if fits else fixes.fixes(candidate)
+    result = report.report(candidate, ways_out, compiled, notes)
     if args.search:
         result["candidates"] = report.candidates(found)
     show(args, plan_text(result))
@@ -62,7 +64,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         search.write_preset(
             Path(args.write), cfg, presets[0] if presets else None,
             f"Found by `jaxgpt plan --search --on {args.on}`: at least {step:.4g} s a step,\n"
-            f"{result['memory']['device_bytes'] / 2**30:.1f} GiB of a device.",
+            f"{result['memory']['device_bytes'] / GB:.1f} GB of a device.",
         )  # fmt: skip
         say(f"{args.write}: written; jaxgpt train {args.write}")
         result["written"] = args.write
@@ -84,11 +86,15 @@ def compile_it(candidate: Candidate, notes: list[str]) -> Compiled | None:
     except ConfigError:
         raise
     except JaxgptError as error:
-        notes.append(f"not compiled, so this is arithmetic alone: {error}")
+        notes.append(f"not compiled, so all numbers are analytic: {error}")
         return None
-    for line in compiler.describe(done):
-        say(line)
+    say(compiler.summary(done))
     return done
+
+
+def extra(target: Target) -> str:
+    """Return how to install what compiles for a target."""
+    return f"`pip install 'jaxgpt[{'tpu' if target.chip.platform == 'tpu' else 'cuda'}]'`"
 
 
 def usually(target: Target) -> str:
@@ -123,7 +129,8 @@ def plan_text(plan: dict[str, Any]) -> str:
     lines = [
         plan["machine"],
         f"{plan['parameters']:,} parameters; mesh: {mesh_words(plan)}",
-        f"{train['global_batch']:,} rows a step, {train['accum_steps']} micro-batches of "
+        f"{train['global_batch']:,} rows a step, {train['accum_steps']} micro-batch"
+        f"{'es' * (train['accum_steps'] > 1)} of "
         f"{train['micro_batch']:,} rows, {train['tokens_per_device']:,} tokens of each on a "
         f"device; remat {remat_words(train)}",
         plan["attention"],
@@ -135,12 +142,32 @@ def plan_text(plan: dict[str, Any]) -> str:
     if plan["collectives"]:
         rows = [
             (t["axis"], t["what"], t["link"], f"{t['bytes'] / GB:,.3f}",
-             f"{t['seconds'] * 1e3:,.2f}", "can overlap" if t["overlaps"] else "waited for")
+             f"{t['seconds'] * 1e3:,.2f}", "can overlap" if t["overlaps"] else "in the open")
             for t in merged(plan["collectives"])
         ]  # fmt: skip
         headers = ("axis", "exchanged in a step", "over", "GB sent", "ms", "")
         lines += ["", table(headers, rows, left=(0, 1, 2, 5))]
+    lines += compiled_text(plan["compiled"])
     return "\n".join([*lines, "", time_text(plan), "", *(f"note: {n}" for n in plan["notes"])])
+
+
+def compiled_text(compiled: dict[str, Any] | None) -> list[str]:
+    """Return what the compiled step exchanges, beside what is expected, and what is wrong."""
+    if compiled is None:
+        return []
+    lines = []
+    if compiled["exchanges"]:
+        rows = [
+            (r["axis"], f"{r['expected'] / GB:,.3f}", f"{r['compiled'] / GB:,.3f}",
+             f"{r['compiled'] / r['expected']:.2f}" if r["expected"] else "",
+             f"{r['open_bytes'] / GB:,.3f}", f"{r['open_seconds'] * 1e3:,.2f}",
+             ", ".join(f"{n:,} {kind} {sent / GB:,.3f}" for kind, (n, sent) in r["kinds"].items()))
+            for r in compiled["exchanges"]
+        ]  # fmt: skip
+        headers = ("axis", "GB expected", "compiled", "ratio", "in the open", "ms", "made of, GB")
+        lines += ["", table(headers, rows, left=(0, 6))]
+    found = [f"finding: {line}" for line in compiled["findings"]]
+    return [*lines, *(["", *found] if found else [])]
 
 
 def mesh_words(plan: dict[str, Any]) -> str:
@@ -213,8 +240,8 @@ def verdict(plan: dict[str, Any]) -> list[str]:
             )
     word = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
-        f"{word}: {need / 2**30:,.1f} of {room / 2**30:,.1f} GiB a device by arithmetic"
-        + (f", {compiled['peak_bytes'] / 2**30:,.1f} by the compiler" if compiled else "")
+        f"{word}: {need / GB:,.1f} of {room / GB:,.1f} GB a device by arithmetic"
+        + (f", {compiled['peak_bytes'] / GB:,.1f} by the compiler" if compiled else "")
         + (f"; host {memory['host_bytes'] / GB:,.1f} GB" if memory["host_bytes"] else "")
     )
     for fix in plan["fixes"]:
@@ -226,11 +253,11 @@ def verdict(plan: dict[str, Any]) -> list[str]:
 
 def time_text(plan: dict[str, Any]) -> str:
     """Return the bound of a step, and the length of the run."""
-    time, save = plan["time"], plan["checkpoint"]
+    time, save, compiled = plan["time"], plan["checkpoint"], plan["compiled"]
     resources = ", ".join(f"{k} {v * 1e3:,.1f}" for k, v in time["resources"].items())
     lines = [
         f"step: at least {time['step_seconds'] * 1e3:,.1f} ms ({time['limit']} limit it): "
-        f"the longest of {resources}; then waited for {time['exposed'] * 1e3:,.1f}, update "
+        f"the longest of {resources}; then in the open {time['exposed'] * 1e3:,.1f}, update "
         f"{time['update'] * 1e3:,.1f}",
         f"MFU at most {time['mfu_ceiling']:.1%}: {time['flops_per_token'] / 1e6:,.1f} MFLOP per "
         f"token (causal; {time['flops_per_token_full'] / 1e6:,.1f} with the full square), "
@@ -238,6 +265,12 @@ def time_text(plan: dict[str, Any]) -> str:
         f"{time['tokens_per_second']:,.0f} tokens/s, {time['tokens_per_second_per_device']:,.0f} "
         f"a device, {time['tokens_per_day'] / GB:,.1f} billion a day",
     ]
+    if compiled and compiled["step_seconds"]:
+        lines.insert(1, (
+            f"as compiled: at least {compiled['step_seconds'] * 1e3:,.1f} ms, of which "
+            f"{compiled['exposed'] * 1e3:,.1f} are exchanges in the open; MFU at most "
+            f"{compiled['mfu_ceiling']:.1%}"
+        ))  # fmt: skip
     if time["steps"]:
         lines.append(
             f"run: {time['steps']:,} steps of {time['tokens_per_step']:,} tokens, at least "
@@ -256,8 +289,8 @@ def search_text(rows: list[dict[str, Any]]) -> str:
     cells = [
         (number, mesh_words(row), row["micro_batch"], remat_words(row),
          f"{row['step_seconds'] * 1e3:,.1f}",
-         f"{row['mfu_ceiling']:.1%}", f"{row['device_bytes'] / 2**30:,.1f}", row["limit"])
+         f"{row['mfu_ceiling']:.1%}", f"{row['device_bytes'] / GB:,.1f}", row["limit"])
         for number, row in enumerate(rows, 1)
     ]  # fmt: skip
-    headers = ("", "mesh", "micro-batch", "remat", "ms a step", "MFU", "GiB", "limit")
+    headers = ("", "mesh", "micro-batch", "remat", "ms a step", "MFU", "GB", "limit")
     return table(headers, cells, left=(1, 3, 7)) + "\n"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,7 +125,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from jaxgpt.commands import hosts as host_commands
 
     _, names = host_commands.start(args)
-    with host_commands.watched(names):
+    with host_commands.watched(names, args):
         return evaluate_weights(args, host_commands.spread if len(names) > 1 else None)
 
 
@@ -133,7 +135,9 @@ def evaluate_weights(
     """Evaluate with weights that lie as `shardings` says; None: on the first device."""
     from jaxgpt.checkpoint.load import find_tokenizer
     from jaxgpt.evaluation import perplexity
+    from jaxgpt.parallel.agreement import check_agreement
     from jaxgpt.runtime.devices import start_jax
+    from jaxgpt.runtime.watchdog import LIMITS
     from jaxgpt.tokenization import tokenizer
 
     cfg, params, record = load_weights(args, shardings)
@@ -142,6 +146,8 @@ def evaluate_weights(
     digest = record.identity.get("tokenizer")
     results, baselines = {}, {}
     for name, store_or_texts in eval_inputs(args, cfg, record):
+        facts = functools.partial(facts_of_data, store_or_texts)
+        check_agreement("data", facts, LIMITS["open"])
         if isinstance(store_or_texts, list):
             tok = tokenizer.load(find_tokenizer(args.run))
             result = perplexity.evaluate_text(
@@ -167,6 +173,16 @@ def evaluate_weights(
     return {
         name: result.to_dict() | {"baselines": baselines[name]} for name, result in results.items()
     }
+
+
+def facts_of_data(store_or_texts: Any) -> dict[str, str]:
+    """Return the digest of a store, or the SHA-256 of documents, for the hosts to compare."""
+    if not isinstance(store_or_texts, list):
+        return {"--data": store_or_texts.digest}
+    digest = hashlib.sha256()
+    for text in store_or_texts:
+        digest.update(f"{len(text)} {text}".encode(errors="surrogatepass"))
+    return {"--data": digest.hexdigest()}
 
 
 def load_weights(

@@ -126,7 +126,7 @@ def _attention(
             dropout=0.0 if keys is None else cfg.dropout, shards=call.shards, **limits,
         )  # fmt: skip
     B, T, N, H = out.shape
-    return linear(out.reshape(B, T, N * H), p.wo.reshape(N * H, -1), p.bo, call.dtype), cache
+    return linear(out.reshape(B, T, N * H), p.wo.reshape(N * H, -1), p.bo, call), cache
 
 
 def _project(p: LayerParams, h: Array, call: Call) -> list[Array]:
@@ -136,10 +136,10 @@ def _project(p: LayerParams, h: Array, call: Call) -> list[Array]:
     if call.fused:
         # One product for three, and one input gradient for three and their sum. Only on CPU: on
         # a mesh it would join axes that are split over devices.
-        fused = linear(h, jnp.concatenate(flat, axis=1), None, call.dtype)
+        fused = linear(h, jnp.concatenate(flat, axis=1), None, call)
         parts = jnp.split(fused, (N * H, (N + K) * H), axis=-1)
     else:
-        parts = [linear(h, w, None, call.dtype) for w in flat]
+        parts = [linear(h, w, None, call) for w in flat]
     biases, axes = (p.bq, p.bk, p.bv), ("heads", "kv_heads", "kv_heads")
     return [
         call.shards.constrain(
@@ -184,17 +184,22 @@ def _dense(
         # Else float32 tensors of width F wait for the backward pass: of GPT-2 124M on an H200 a
         # third of all memory. On CPU, tanh costs more than to read it.
         activate = jax.checkpoint(activate)
-    into = named(linear(h, *up, call.dtype), "up")
-    gated = None if gate[0] is None else named(linear(h, *gate, call.dtype), "gate")
+    into = named(linear(h, *up, call), "up")
+    gated = None if gate[0] is None else named(linear(h, *gate, call), "gate")
     hidden = call.shards.constrain(activate(into, gated), ("batch", "seq", "mlp"))
-    return linear(hidden, *down, call.dtype)
+    return linear(hidden, *down, call)
 
 
-def linear(x: Array, w: Array, bias: Array | None, dtype: DTypeLike) -> Array:
-    """Return x [B, T, I] @ w [I, O] + bias in `dtype`, to which w is cast here."""
+def linear(x: Array, w: Array, bias: Array | None, call: Call) -> Array:
+    """Return x [B, T, I] @ w [I, O] + bias in the compute dtype, to which w is cast here."""
+    w = w.astype(call.dtype)
+    if call.shards.split("seq") > 1:
+        # One axis of rows and tokens could not be split over both: each product, forward and
+        # backward, would gather its input over the devices that hold parts of a row.
+        return add_bias(x @ w, bias)
     B, T, _ = x.shape
     # Two axes: with three, XLA:CPU transposes both operands of each weight gradient.
-    out = x.reshape(B * T, -1) @ w.astype(dtype)
+    out = x.reshape(B * T, -1) @ w
     return add_bias(out.reshape(B, T, -1), bias)
 
 

@@ -141,7 +141,7 @@ def _kernel(f: Callable[..., Array], q: Array, k: Array, v: Array, ids: Array | 
     return by_rows(f)(q, k, v, ids)
 
 
-def _forward(f: Callable[..., Array], *arrays: Array | None) -> tuple[Array, tuple]:
+def _kernel_forward(f: Callable[..., Array], *arrays: Array | None) -> tuple[Array, tuple]:
     def run(*arrays: Array | None) -> tuple[Array, list[Array]]:
         out, pull = _differentiated(f, *arrays)
         kinds = _kinds(f, *arrays)
@@ -152,7 +152,7 @@ def _forward(f: Callable[..., Array], *arrays: Array | None) -> tuple[Array, tup
     return out, (*arrays, out, statistics)
 
 
-def _backward(f: Callable[..., Array], kept: tuple, grad: Array) -> tuple[Array | None, ...]:
+def _kernel_backward(f: Callable[..., Array], kept: tuple, grad: Array) -> tuple[Array | None, ...]:
     def run(arrays: tuple, out: Array, statistics: list[Array], grad: Array) -> tuple[Array, ...]:
         _, pull = _differentiated(f, *arrays)  # of its kernel nothing is used
         leaves, structure = jax.tree.flatten(pull)
@@ -166,7 +166,7 @@ def _backward(f: Callable[..., Array], kept: tuple, grad: Array) -> tuple[Array 
     return *by_rows(run)(tuple(arrays), out, statistics, grad), None
 
 
-_kernel.defvjp(_forward, _backward)
+_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _differentiated(f: Callable[..., Array], q: Array, k: Array, v: Array, ids: Any) -> tuple:

@@ -25,7 +25,7 @@ from jaxgpt.model.blocks import Call, block
 from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import LayerParams, Params
 from jaxgpt.model.shards import Shards
-from jaxgpt.model.staging import BELT, STREAM, at, collect, merge, on_belt, shift
+from jaxgpt.model.staging import BELT, STREAM, at, collect, merge, on_belt, pick, shift
 from jaxgpt.model.turns import Plan, Tap, plan, tap
 
 Array = jax.Array
@@ -100,19 +100,19 @@ def forward(
     if cfg.remat == "full":
         stage = _again(stage, remat.policy(cfg, shards.platform))
     stages = shards.over("stages", stage)
-    first = (jnp.arange(S) == 0).reshape(S, 1, 1, 1)
+    first = jnp.arange(S) == 0
 
     def belt_step(belt: Array, arrived: Array, of: Plan) -> Array:
         """Put what is finished at the first stage on the belt, and move it on: away from there."""
-        moved = jnp.where(first & of.done, arrived, at(belt, of.column))
+        moved = pick(first & of.done, arrived, at(belt, of.column))
         moved = shift(moved, -1, shards)
         moved = jnp.where(of.fresh | of.done, moved, at(belt, of.column))
         return jax.lax.dynamic_update_index_in_dim(belt, moved, of.column, 1)
 
     def tap_step(belt: Array, x: Array, of: Tap) -> Array:
         """Put what a stage has computed on a belt, and move it on."""
-        here = (jnp.arange(S) == of.stage).reshape(S, 1, 1, 1)
-        moved = shift(jnp.where(here, x, at(belt, of.column)), -1, shards)
+        moved = pick(jnp.arange(S) == of.stage, x, at(belt, of.column))
+        moved = shift(moved, -1, shards)
         moved = jnp.where(of.taken, moved, at(belt, of.column))
         return jax.lax.dynamic_update_index_in_dim(belt, moved, of.column, 1)
 
@@ -125,11 +125,11 @@ def forward(
             entering = jnp.where(of.late, at(waiting, slot), entering)
             waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived, slot, 1)
         entering = jnp.where(of.fresh, at(belt, of.column), entering)
-        x = jnp.where(first, entering, arrived)
+        x = pick(first, entering, arrived)
         belt = belt_step(belt, arrived, of)
         busy = of.micro >= 0
         # Selected, so that neither values nor gradients of turns without work go anywhere.
-        x = shards.constrain(jnp.where(busy.reshape(S, 1, 1, 1), x, 0), STREAM)
+        x = shards.constrain(pick(busy, x, jnp.zeros_like(x)), STREAM)
         number_of = jnp.arange(S) + of.round * S
         out, inner, router = stages(
             layers, sink, x, jnp.maximum(of.micro, 0), of.round, number_of, busy

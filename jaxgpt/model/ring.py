@@ -174,11 +174,11 @@ def _forward(
     draws: Draws | None,
 ) -> tuple[Array, tuple]:
     travel = ring.send((k, v, ids), _next)  # on its way while the device attends to itself
-    halves = _halves(ring, ring.here(), q)
-    early, late = _parts(triangle(limits, q, k, v, ids, _drawn(draws, halves, halves)))
+    places = _places(ring, ring.here(), q)
+    early, late = _parts(triangle(limits, q, k, v, ids, _drawn(draws, places, places)))
     own = pair(
         limits, q[1:], k[:1], v[:1], _at(ids, 1), _at(ids, 0), _own_offset(ring, limits, q),
-        _drawn(draws, halves[1:], halves[:1]),
+        _drawn(draws, places[1:], places[:1]),
     )  # fmt: skip
     late = merge(late, _parts(own)[0])
 
@@ -209,13 +209,13 @@ def _backward(ring: Ring, limits: Limits, kept: tuple, grad: Array) -> tuple:
     q, k, v, ids, draws, out, log_sum = kept
     travel = ring.send((k, v, ids), _next)
     delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
-    halves = _halves(ring, ring.here(), q)
+    places = _places(ring, ring.here(), q)
     dq, dk, dv = triangle_gradients(
-        limits, q, k, v, ids, grad, log_sum, delta, _drawn(draws, halves, halves)
+        limits, q, k, v, ids, grad, log_sum, delta, _drawn(draws, places, places)
     )
     own_q, own_k, own_v = pair_gradients(
         limits, q[1:], k[:1], v[:1], _at(ids, 1), _at(ids, 0), _own_offset(ring, limits, q),
-        grad[1:], log_sum[1:], delta[1:], _drawn(draws, halves[1:], halves[:1]),
+        grad[1:], log_sum[1:], delta[1:], _drawn(draws, places[1:], places[:1]),
     )  # fmt: skip
     dq = dq.at[1].add(own_q[0])
     dk, dv = dk.at[0].add(own_k[0]), dv.at[0].add(own_v[0])
@@ -253,13 +253,13 @@ def _turn(ring: Ring, limits: Limits, step: Array | int, q: Array, draws: Draws 
     here = ring.here()
     there = (here - step) % ring.parts
     now = _Turn(there < here, None, None)
-    queries = _queries(now, _halves(ring, here, q))
-    keys = _keys(now, _halves(ring, there, q))
+    queries = _queries(now, _places(ring, here, q))
+    keys = _keys(now, _places(ring, there, q))
     offsets = queries - keys if limits.window else None
     return now._replace(offsets=offsets, drawn=_drawn(draws, queries, keys))
 
 
-def _halves(ring: Ring, device: Array, q: Array) -> Array:
+def _places(ring: Ring, device: Array, q: Array) -> Array:
     """Return the positions in the row of the first tokens of a device's half chunks, [2]."""
     return q.shape[-2] * jnp.stack([device, 2 * ring.parts - 1 - device])
 

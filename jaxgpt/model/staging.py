@@ -167,6 +167,28 @@ def _shift_backward(by: int, shards: Shards, saved: None, grad: Array) -> tuple[
 shift.defvjp(_shift_forward, _shift_backward)
 
 
+@jax.custom_vjp
+def pick(stages: Array, yes: Array, no: Array) -> Array:
+    """Return yes [S, ...] at the stages of a mask [S], no [S, ...] at the others.
+
+    Differentiated by hand: `jnp.where` would keep the mask, broadcast to the size of x, for the
+    backward pass of each turn: 5 GB for a model of 1B on 4 stages.
+    """
+    return jnp.where(stages.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)
+
+
+def _pick_forward(stages: Array, yes: Array, no: Array) -> tuple[Array, Array]:
+    return pick(stages, yes, no), stages
+
+
+def _pick_backward(stages: Array, grad: Array) -> tuple[None, Array, Array]:
+    nothing = jnp.zeros_like(grad)
+    return None, pick(stages, grad, nothing), pick(stages, nothing, grad)
+
+
+pick.defvjp(_pick_forward, _pick_backward)
+
+
 def on_belt(x: Array, places: np.ndarray, shards: Shards) -> Array:
     """Return x [A, B, ...] as it lies on the belt, [S, q, B, ...]; that of no place is any."""
     x = x[places.clip(0)]

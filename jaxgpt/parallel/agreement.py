@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ JAX_SETTINGS = (
     "jax_random_seed_offset", "jax_threefry_partitionable", "jax_use_shardy_partitioner",
 )  # fmt: skip
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that hold many settings
+DEVICES = "devices of a process"
+# What to do about a difference of these keys; of all others it is COMMAND.
+ADVICE = {
+    DEVICES: "look for a device that is missing there, or hidden by a variable or the launcher"
+}
+COMMAND = "start all with the same command, on the same code and files"
 LINES = 8  # keys that are named one by one
 DIGEST, WORD = 12, 80  # characters that are shown of a digest, and of another value
 
@@ -50,8 +57,8 @@ def check_agreement(name: str, facts: Callable[[], Mapping[str, Any]], timeout: 
 
     `facts` gives JSON values by what they belong to, a configuration key for example; it is asked
     only where there is somebody to agree with. The message has a line for each that differs: the
-    key, a process that has another than process 0, and both. All processes call it in the same
-    order; one that has not after `timeout` seconds is named.
+    key, a process that has another than most, one of these, and both. All processes call it in the
+    same order; one that has not after `timeout` seconds is named.
     """
     if store.num_processes() == 1:
         return
@@ -65,23 +72,24 @@ def check_agreement(name: str, facts: Callable[[], Mapping[str, Any]], timeout: 
 
 
 def differences(everyone: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each key whose words are not those of process 0, at most 8 and a count.
+    """Return a line for each key whose words are not alike, at most 8 and a count.
 
-    Each of `everyone` has its `host` and `facts`, words by key; in the order of processes.
+    Each of `everyone` has its `host` and `facts`, words by key; in the order of processes. It is
+    the odd one that is named first: whoever has other words than most, or than process 0.
     """
-    first = everyone[0]["facts"]
     lines = []
     for key in {key: None for each in everyone for key in each["facts"]}:
-        others = [n for n, each in enumerate(everyone) if each["facts"].get(key) != first.get(key)]
+        words = [each["facts"].get(key) for each in everyone]
+        # Of words that are equally common, those of the first process come first.
+        (usual, _), *others = Counter(words).most_common()
         if others:
-            number, more = others[0], len(others) - 1
-            theirs, mine = (_shown(everyone[n]["facts"].get(key)) for n in (number, 0))
-            lines.append(
-                f"{key}: process {number} ({everyone[number]['host']}) has {theirs}, process 0 "
-                f"({everyone[0]['host']}) has {mine}"
-                + (f" ({more} more differ)" if more else "")
-                + "; start all with the same command, on the same code and files"
+            odd = [number for number, word in enumerate(words) if word != usual]
+            theirs, rest = (
+                f"process {n} ({everyone[n]['host']}) has {_shown(words[n])}"
+                for n in (odd[0], words.index(usual))
             )
+            more = f" ({len(odd) - 1} more differ)" if len(odd) > 1 else ""
+            lines.append(f"{key}: {theirs}, {rest}{more}; {ADVICE.get(key, COMMAND)}")
     if len(lines) > LINES:
         lines[LINES - 1 :] = [f"{len(lines) - LINES + 1} more keys differ"]
     return lines
@@ -117,7 +125,7 @@ def facts_of_start(cfg: Config) -> dict[str, Any]:
 def facts_of_devices() -> dict[str, Any]:
     """Return which devices this process has, and how many of them."""
     kinds = [device.device_kind for device in jax.local_devices()]
-    return {"devices of a process": f"{len(kinds)} x {', '.join(sorted(set(kinds)))}"}
+    return {DEVICES: f"{len(kinds)} x {', '.join(sorted(set(kinds)))}"}
 
 
 def program_digest(lowered: Any) -> str:

@@ -39,12 +39,16 @@ def axis_sizes(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
     fixed = math.prod(n for n in sizes.values() if n != -1)
     filled = {axis: num_devices // fixed if n == -1 else n for axis, n in sizes.items()}
     if math.prod(filled.values()) != num_devices:
-        wanted = f"a multiple of {fixed}" if -1 in sizes.values() else str(fixed)
-        raise ConfigError(
-            f"{text}: needs {wanted} devices, but there are {num_devices}; "
-            "choose sizes whose product is that, or set one axis to -1"
-        )
+        wanted, advice = str(fixed), "choose sizes whose product is that, or set one axis to -1"
+        if -1 in sizes.values():
+            wanted, advice = f"a multiple of {fixed}", "choose sizes that divide them"
+        raise ConfigError(f"{text}: needs {wanted} devices, but there are {num_devices}; {advice}")
     return {axis: filled[axis] for axis in AXES}
+
+
+def in_words(sizes: Mapping[str, int]) -> str:
+    """Return the axes that split anything, as "data 2, fsdp 4"."""
+    return ", ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "all axes 1"
 
 
 def slow_sizes(cfg: MeshConfig, sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:
@@ -126,12 +130,6 @@ def platform(mesh: Mesh | None) -> str:
     return "gpu" if name in ("cuda", "rocm") else name
 
 
-def check_model(sizes: Mapping[str, int], cfg: Config) -> None:
-    """Raise ConfigError, with all reasons, unless the axes of a mesh divide what they split."""
-    if problems := [*_undivided(sizes, cfg), *_pipeline(sizes, cfg)]:
-        raise ConfigError(*problems)
-
-
 def _undivided(sizes: Mapping[str, int], cfg: Config) -> Iterator[str]:
     m, context, expert = cfg.model, sizes["context"], sizes["expert"]
     if context > 1 and m.seq_len % (2 * context):
@@ -178,26 +176,17 @@ def check_run(mesh: Mesh, cfg: Config) -> None:
 
 
 def check_sizes(sizes: Mapping[str, int], cfg: Config, processes: int = 1) -> None:
-    """Raise ConfigError, with all reasons, unless model and batches divide over axes of `sizes`."""
+    """Raise ConfigError, with all reasons, unless model and batches divide over axes of `sizes`.
+
+    A message names the numbers, the key that asks for so many rows, and the nearest sizes that
+    would work; nothing is ever rounded.
+    """
     rows = (
         problem
         for rows, key in ramp.batch_sizes(cfg.train).items()
         for problem in _rows(sizes, rows, cfg.train.micro_batch or rows, key, processes)
     )
     if problems := [*dict.fromkeys(rows), *_undivided(sizes, cfg), *_pipeline(sizes, cfg)]:
-        raise ConfigError(*problems)
-
-
-def check_batch(
-    mesh: Mesh, global_batch: int, micro_rows: int, key: str = "train.global_batch"
-) -> None:
-    """Raise ConfigError unless rows divide evenly over micro-batches and devices.
-
-    The message names the numbers, by the `key` that asks for so many rows, and the nearest sizes
-    that would work; nothing is ever rounded.
-    """
-    problems = [*_rows(mesh.shape, global_batch, micro_rows, key, _processes(mesh))]
-    if problems:
         raise ConfigError(*problems)
 
 

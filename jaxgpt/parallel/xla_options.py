@@ -94,11 +94,19 @@ def step_options(
 
 
 def compile_with(lowered: jax.stages.Lowered, more: Mapping[str, Value]) -> Any:
-    """Return the compiled program; ConfigError for an option of `train.xla_options` it refuses."""
+    """Return the compiled program; `more` are `train.xla_options`.
+
+    Raises ConfigError for an option that the compiler refuses, one of these or of its own.
+    """
     try:
         return lowered.compile()
     except Exception as error:
         wrong = [name for name in more if name in str(error)]
+        if not wrong and "No such compile option" in str(error):
+            raise ConfigError(
+                f"the compiler of JAX {jax.__version__} is too new or too old for an option that "
+                f"jaxgpt sets: {one_line(error)}; tested versions are in launch/constraints.txt"
+            ) from None
         if not wrong:
             raise
         raise ConfigError(

@@ -1,28 +1,25 @@
 """What must and must not stand in the compiled text of the train step.
 
 Each check gives findings of one line, which name the instruction, its bytes and mesh axes; none
-means that the step is as meant. Sizes are compared with those of the state's leaves, so nothing
-here knows the model's form.
+means that the step is as meant. Sizes are compared with those of the state's leaves, known from
+`planning.facts`, so nothing here knows the model's form.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxgpt.config import Config
 from jaxgpt.planning import hlo
 from jaxgpt.planning.collectives import Collective
+from jaxgpt.planning.facts import Facts, Leaf
 
 # What the child prints on stderr before it compiles: lines before it are of other programs.
 BEGIN = "jaxgpt: compiling the train step"
 INVOLUNTARY = re.compile(r"[Ii]nvoluntary full rematerialization.*")
-# Name of an attention implementation -> what stands in the text for it.
-KERNELS = {"splash": "splash", "cudnn": "__cudnn$fmha"}
-# Chips of the smallest torus with rings along three dimensions, 4x4x4.
-TORUS = 64
+WIDTH = 100  # characters of an operation's name, of which JAX writes up to 2,000; its end tells
 # Smaller exchanges are sums of losses and counters, not gradients.
 SMALL = 64 * 1024
 # A layer's share of a parameter; biases of heads [N, H] are smaller, and whole by rule.
@@ -42,93 +39,6 @@ class Finding(NamedTuple):
     bytes: int
     axes: tuple[str, ...]
     line: str
-
-
-class Leaf(NamedTuple):
-    """A leaf of the state, whole and as one device holds it."""
-
-    path: str  # such as params/layers/wq
-    dtype: str
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
-
-    @property
-    def local_bytes(self) -> int:
-        return hlo.num_bytes(f"{_hlo_type(self.dtype)}[{','.join(map(str, self.local))}]")
-
-
-class Facts(NamedTuple):
-    """What the checks compare with. `mesh`: axis sizes. `chunk_tokens`: of the loss, per device."""
-
-    mesh: Mapping[str, int]
-    leaves: tuple[Leaf, ...]
-    num_layers: int
-    stacked: bool
-    vocab_size: int
-    half: bool  # compute dtype has 16 bits
-    micro_batches: int
-    chunk_tokens: int
-    kernels: tuple[str, ...]  # what stands in the text for each attention kernel
-    platform: str
-    losses: int = 1  # per micro-batch: of the last layer, and of those of `model.aux_layers`
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of the state on each device."""
-        return sum(leaf.local_bytes for leaf in self.leaves)
-
-    @property
-    def matrices(self) -> tuple[Leaf, ...]:
-        """Return the parameters that are matrices, per layer.
-
-        Without learned positions, which are added in float32, so gathered and summed so: 6.6 MB
-        at GPT-2 XL.
-        """
-        stacked = [
-            leaf
-            for leaf in self.leaves
-            if leaf.path.startswith("params/") and leaf.path != "params/pos_embed"
-        ]
-        return tuple(leaf for leaf in stacked if len(leaf.shape) - self.is_stacked(leaf) >= 2)
-
-    def is_stacked(self, leaf: Leaf) -> bool:
-        """Tell whether a parameter holds all layers."""
-        return self.stacked and "/layers" in leaf.path
-
-    @property
-    def smallest_matrix(self) -> int:
-        """Return the elements that a device holds of a layer's smallest matrix that is split."""
-        split = [leaf for leaf in self.matrices if leaf.local != leaf.shape]
-        return min(map(self.layer_size, split), default=0)
-
-    def layer_size(self, leaf: Leaf) -> int:
-        """Return the elements that a device holds of a parameter, of one layer if of several."""
-        return math.prod(leaf.local) // (leaf.local[0] if self.is_stacked(leaf) else 1)
-
-
-def facts(
-    cfg: Config,
-    mesh: Mapping[str, int],
-    leaves: Sequence[tuple[str, str, tuple[int, ...], tuple[int, ...]]],
-    *,
-    chunk_tokens: int,
-    attention: Iterable[str],
-    platform: str,
-) -> Facts:
-    """Return what is known of a step; `attention`: the ways in which its blocks compute it."""
-    return Facts(
-        mesh=mesh,
-        leaves=tuple(Leaf(*leaf) for leaf in leaves),
-        num_layers=cfg.model.num_layers,
-        stacked=cfg.model.stacked,
-        vocab_size=cfg.model.vocab_size,
-        half=cfg.train.compute_dtype == "bfloat16",
-        micro_batches=cfg.train.accum_steps,
-        chunk_tokens=chunk_tokens,
-        kernels=tuple(sorted(KERNELS[name] for name in attention if name in KERNELS)),
-        platform=platform,
-        losses=1 + len(cfg.model.aux_layers),
-    )
 
 
 def findings(
@@ -172,7 +82,7 @@ def full_logits(program: hlo.Program, known: Facts) -> Iterator[Finding]:
                     yield Finding(
                         "full_logits", line.name, size, (),
                         f"{line.name}: float32 logits of {tokens:,} tokens, {_size(size)}; the "
-                        f"loss works in chunks of {known.chunk_tokens:,} ({line.op_name})",
+                        f"loss works in chunks of {known.chunk_tokens:,}{_inside(line.op_name)}",
                     )  # fmt: skip
 
 
@@ -260,16 +170,15 @@ def reduced_whole(found: Sequence[Collective], known: Facts) -> Iterator[Finding
     """
     if known.platform == "cpu":
         return
-    everything = math.prod(known.mesh.values())
     for one in found:
         if (
             one.kind == "all-reduce"
             and _over_weights(one, known)
-            and _count(one) >= known.smallest_matrix * one.group
+            and _count(one) >= known.smallest_table * one.group
             and one.whole_bytes > SMALL
         ):
             what = "all-reduces what should be gathered or reduce-scattered"
-            if known.platform == "tpu" and one.group == everything >= TORUS:
+            if one.group == known.torus:
                 what += (
                     "; over all of a 3-D torus libtpu always does, but not where mesh.data or "
                     "mesh.tensor takes one of its dimensions"
@@ -314,6 +223,22 @@ def involuntary(log: str) -> tuple[Finding, ...]:
             )  # fmt: skip
         )
     return tuple(results)
+
+
+def lines(found: Sequence[Finding]) -> list[str]:
+    """Return findings for people, one line for each check: its largest, and how many more."""
+    by_check: dict[str, list[Finding]] = {}
+    for one in found:
+        by_check.setdefault(one.check, []).append(one)
+    return [_together(of_check) for of_check in by_check.values()]
+
+
+def _together(found: list[Finding]) -> str:
+    worst = max(found, key=lambda one: one.bytes)
+    if len(found) == 1:
+        return worst.line
+    size = sum(one.bytes for one in found)
+    return f"{worst.line}; and {len(found) - 1:,} more of the kind, {_size(size)} in all"
 
 
 def kernels(program: hlo.Program) -> dict[str, int]:
@@ -379,18 +304,18 @@ def _count(one: Collective) -> int:
 def _exchange(check: str, one: Collective, what: str) -> Finding:
     line = (
         f"{one.name} {one.dtype}{list(one.shape)} over {', '.join(one.axes)}: {what}; "
-        f"{_size(one.bytes_per_step)} per step ({one.op_name})"
+        f"{_size(one.bytes_per_step)} per step{_inside(one.op_name)}"
     )
     return Finding(check, one.name, one.bytes_per_step, one.axes, line)
 
 
+def _inside(name: str) -> str:
+    """Return in parentheses the end of an operation's name: whole parts, at most `WIDTH` long."""
+    if len(name) > WIDTH:
+        last = name[3 - WIDTH :]
+        name = "..." + (last[last.index("/") :] if "/" in last else last)
+    return f" ({name})" if name else ""
+
+
 def _size(number: int) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.2f} MB"
-
-
-def _hlo_type(dtype: str) -> str:
-    """Return HLO's name of a NumPy dtype: float32 is f32, bfloat16 bf16, int32 s32."""
-    for name, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
-        if dtype.startswith(name):
-            return short + dtype.removeprefix(name)
-    return "pred"

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from jaxgpt import config
 from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError, JaxgptError, one_line
-from jaxgpt.planning import audit, collectives, gpu_targets, hlo
+from jaxgpt.planning import audit, collectives, facts, gpu_targets, hlo
 from jaxgpt.validation import num_steps
 
 SIZE = r"([\d.]+)([KMGT]?)"
@@ -30,6 +30,7 @@ OVER_FULL = (
     re.compile(rf"\({SIZE}\) exceeds available HBM \({SIZE}\)"),
     re.compile(rf"Used {SIZE} of {SIZE} hbm"),
 )
+INSTALL = "pip install 'jaxgpt[%s]'"
 STEPS_UNKNOWN = 100_000  # length of the schedule where the configuration leaves it to the data
 
 
@@ -87,14 +88,21 @@ def devices(target: dict[str, Any]) -> list[Any]:
         text = gpu_targets.description(target["chip"])
         options = {"topology": name, "target_config": text}
     if not _installed(platform):
-        raise _Outcome("missing", f"compiling for {platform} needs {what}: install jaxgpt[{extra}]")
+        raise _Outcome("missing", f"compiling for {platform} needs {what}: {INSTALL % extra}")
     try:
         found = topologies.get_topology_desc(topology_name=name, platform=platform, **options)
     except ImportError as error:
-        raise _Outcome("missing", f"{one_line(error)}: install jaxgpt[{extra}]") from error
+        raise _Outcome("missing", f"{one_line(error)}: {INSTALL % extra}") from error
     except Exception as error:  # JaxRuntimeError, NotImplementedError, ValueError
         raise _Outcome("target", f"{target['platform']} {name}: {one_line(error)}") from error
     return list(found.devices)
+
+
+def torus_of(target: dict[str, Any], num_devices: int) -> int:
+    """Return the devices of a slice that has rings along three dimensions, 0 for any other."""
+    sides = [int(side) for side in target.get("topology", "").partition(":")[2].split("x") if side]
+    ringed = len(sides) == 3 and all(side % 4 == 0 for side in sides)
+    return num_devices // target.get("slices", 1) if ringed else 0
 
 
 def tpu_topology(topology: str, slices: int) -> tuple[str, dict[str, Any]]:
@@ -186,13 +194,14 @@ def _compile(cfg: Config, target: dict[str, Any], text_path: str | None) -> dict
     program = hlo.parse(text)
     platform = meshes.platform(mesh)
     tasks = attention.tasks(cfg, platform, mesh.shape["context"])
-    facts = audit.facts(
+    known = facts.facts(
         cfg,
         dict(mesh.shape),
         leaves_of(state),
         chunk_tokens=loss.chunk_tokens(cfg.model.vocab_size, platform),
         attention={attention.choose(task, attention.asked(cfg)) for task in tasks},
         platform=platform,
+        torus=torus_of(target, len(there)),
     )
     found = collectives.collectives(program, mesh.shape)
     return {
@@ -203,18 +212,17 @@ def _compile(cfg: Config, target: dict[str, Any], text_path: str | None) -> dict
         **sizes,
         "available_bytes": available,
         **over,
-        "state_bytes": facts.state_bytes,
+        "state_bytes": known.state_bytes,
         "collectives": [one._asdict() for one in found],
         "kernels": audit.kernels(program),
-        "findings": [one._asdict() for one in audit.findings(program, found, facts)],
+        "findings": [one._asdict() for one in audit.findings(program, found, known)],
         "notes": [f"{name}: length unknown, counted once" for name in program.unknown_loops],
     }
 
 
 def misfit(needed: float, available: float) -> str:
     """Return the line on a program that needs more bytes per device than there are."""
-    gib = 2**30
-    return f"does not fit: needs {needed / gib:.2f} GiB of {available / gib:.2f} GiB per device"
+    return f"does not fit: needs {needed / 1e9:.2f} of {available / 1e9:.2f} GB per device"
 
 
 def batch_like(cfg: Config) -> Any:

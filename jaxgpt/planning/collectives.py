@@ -7,6 +7,7 @@ larger of operand and result. Groups are numbers of devices in the order of the 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ GROUPS = re.compile(
     r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\((?:[^()]|\([^()]*\))*\))? \{[^}]*\}|"
     r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{(?:\{[\d,]*\},?)*\})"
 )
+# What keeps a device busy while an exchange is under way.
+WORK = {"fusion", "dot", "convolution", "custom-call", "call", "while", "conditional"}
 IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
@@ -45,7 +48,7 @@ class Collective(NamedTuple):
     whole_bytes: int  # of all arrays, on that side
     bytes: int
     runs: int
-    overlapped: bool  # started and awaited at different places
+    overlapped: bool  # other work lies between its start and the place where it is awaited
     op_name: str
 
     @property
@@ -172,8 +175,46 @@ def _collective(
         whole,
         sent if axes else 0,
         program.runs[computation],
-        started or any("AsyncCollectiveStart" in line.attributes for line in lines if fused),
+        _overlapped(program, computation, line),
         line.op_name or program.caller_op_name(computation),
+    )
+
+
+def _overlapped(program: hlo.Program, computation: str, line: hlo.Instruction) -> bool:
+    """Tell whether a device has other work while an exchange is under way.
+
+    A scheduled text is in the order in which it is run. What is not awaited in its computation is
+    awaited by a loop's next pass.
+    """
+    if '"is_sync":true' in line.attributes:  # XLA for GPU: started and awaited as one
+        return False
+    place, start = computation, line
+    if not line.opcode.endswith("-start"):
+        if not any("AsyncCollectiveStart" in one.attributes for one in program.computations[place]):
+            return False
+        place, start = program.places[computation]  # of the fusion that starts it
+    after = iter(program.computations[place])
+    for _ in itertools.takewhile(lambda one: one is not start, after):
+        pass
+    passed_on, works = {start.name}, False
+    for one in after:
+        if not passed_on.isdisjoint(one.operands):
+            if one.opcode.endswith("-done") or _ends(program, one):
+                return works or "is_scheduled=true" not in program.header
+            if one.opcode in ("get-tuple-element", "bitcast", "tuple"):
+                passed_on.add(one.name)
+                continue
+        works |= one.opcode in WORK
+    return True
+
+
+def _ends(program: hlo.Program, line: hlo.Instruction) -> bool:
+    """Tell whether a fusion is the last of the pieces of one of libtpu's exchanges."""
+    return any(
+        "AsyncCollectiveDone" in one.attributes
+        for _, callee in line.called()
+        for one in program.computations.get(callee, ())
+        if one.opcode == "custom-call"
     )
 
 

@@ -167,18 +167,24 @@ def describe(done: Compiled) -> list[str]:
     """Return lines on a compiled step: memory, exchanges by axes and kind, findings."""
     if done.misfit and not done.peak_bytes:
         return [done.misfit]
-    gib = 2**30
-    lines = [
-        f"compiled for {done.num_devices} x {done.device_kind} in {done.seconds:.0f} s: "
-        f"{done.peak_bytes / gib:.2f} GiB per device at the peak (state "
-        f"{done.state_bytes / gib:.2f}, temporaries {done.temp_bytes / gib:.2f}), of which "
-        f"{done.live_bytes / gib:.2f} are in use at once"
-    ]
+    lines = [summary(done)]
     for row in collectives.table(done.collectives):
         over = ", ".join(row.axes) or "nothing"
         lines.append(f"{row.kind} over {over}: {row.count} times, {row.bytes / 1e6:,.1f} MB sent")
     lines += [done.misfit] if done.misfit else []
-    return [*lines, *(finding.line for finding in done.findings), *done.notes]
+    return [*lines, *audit.lines(done.findings), *done.notes]
+
+
+def summary(done: Compiled) -> str:
+    """Return one line on a compiled step: for what, how long it took, its memory."""
+    if done.misfit and not done.peak_bytes:
+        return done.misfit
+    return (
+        f"compiled for {done.num_devices} x {done.device_kind} in {done.seconds:.0f} s: "
+        f"{done.peak_bytes / 1e9:.2f} GB per device at the peak (state "
+        f"{done.state_bytes / 1e9:.2f}, temporaries {done.temp_bytes / 1e9:.2f}), of which "
+        f"{done.live_bytes / 1e9:.2f} are in use at once"
+    )
 
 
 def _simulated(target: Mapping[str, Any]) -> int:
@@ -202,4 +208,4 @@ def _memory() -> str:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return "of unknown size"
-    return f"{total / 2**30:.0f} GiB"
+    return f"{total / 1e9:.0f} GB"

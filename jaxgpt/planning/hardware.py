@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from jaxgpt.chips import CHIPS, Chip
 from jaxgpt.errors import ConfigError
 
-# Chips of a slice that is no multiple of a cube of 64 (docs.cloud.google.com/tpu/docs/v5p).
-SMALL_3D = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
+# Chips of a slice that is no multiple of a cube of 64 (docs.cloud.google.com/tpu/docs/v5p); no host
+# of 4 is divided.
+SMALL_3D = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 # docs.cloud.google.com/tpu/docs/v6e; only the whole pod has links around both ends.
 SIZES_2D = {
     1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16),
@@ -30,6 +31,10 @@ LARGEST_CUBES = 144  # of 64 chips: a pod of 9,216 TPU7x
 DIE_TO_DIE = 6
 GPU_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 FASTEST_FIRST = ("tensor", "context", "expert", "fsdp", "data", "stage")
+
+
+# The dimensions of a torus that a mesh axis takes: devices, and links of each to send over.
+Rings = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Target:
             where = f"{slices} chips, {self.num_hosts} host{'s' * (self.num_hosts > 1)}"
         return (
             f"{self.name}: {self.num_devices:,} x {chip.kinds[0]} ({where}); of each device "
-            f"{chip.flops / 1e12:,.1f} TFLOP/s bfloat16, {self.usable / 2**30:.1f} GiB for "
+            f"{chip.flops / 1e12:,.1f} TFLOP/s bfloat16, {self.usable / 1e9:.1f} GB for "
             f"programs, {chip.bandwidth / 1e12:.2f} TB/s"
         )
 
@@ -189,38 +194,40 @@ def _unknown(name: str) -> str:
     )
 
 
-def axis_bandwidth(target: Target, fast: Mapping[str, int]) -> dict[str, float]:
-    """Return the bytes per second that a device can send along each mesh axis within a slice.
+def axis_rings(target: Target, fast: Mapping[str, int]) -> dict[str, Rings]:
+    """Return what each mesh axis has of a slice's links.
 
     `fast` are the devices per axis and slice. GPUs have their switch for any axis. On a torus, mesh
     axes take its dimensions from the fastest axis on, whole ones where they divide; a dimension
     sends both ways around (two links), or as a line (one link) where it has no link from end to
-    end or is taken in part. Dimensions of one axis add up.
+    end or is taken in part.
     """
     chip = target.chip
     if chip.platform == "gpu":
-        return {axis: chip.link for axis in fast}
+        return {axis: ((n, 1),) for axis, n in fast.items()}
     left = [
         [size, 2 if wrap else 1] for size, wrap in zip(target.topology, target.wraps, strict=True)
     ]
     dies = chip.per_chip
-    result = {}
+    result: dict[str, Rings] = {}
     for axis in (a for a in FASTEST_FIRST if a in fast):
-        n, links = fast[axis], 0.0
+        n, rings = fast[axis], []
         if dies > 1 and n % dies == 0:
-            n, dies, links = n // dies, 1, (DIE_TO_DIE * chip.per_chip if n == dies else 0.0)
+            if n == dies:
+                rings.append((dies, DIE_TO_DIE * dies))
+            n, dies = n // dies, 1
         whole = _subset([size for size, _ in left], n)
         if whole:
-            links += sum(left[i][1] if left[i][0] > 2 else 1 for i in whole)
+            rings += [(left[i][0], left[i][1] if left[i][0] > 2 else 1) for i in whole]
             for i in whole:
                 left[i] = [1, 1]
         else:
             for dimension in sorted(left, key=lambda d: -d[0]):
                 common = math.gcd(n, dimension[0])
                 if common > 1:
-                    links += 1
+                    rings.append((common, 1))
                     n, dimension[0], dimension[1] = n // common, dimension[0] // common, 1
-        result[axis] = chip.link * max(links, 1.0)
+        result[axis] = tuple(rings)
     return result
 
 

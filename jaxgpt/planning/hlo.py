@@ -83,19 +83,19 @@ class Program:
         }
 
     @cached_property
-    def callers(self) -> dict[str, Instruction]:
-        """The first instruction that runs each computation; the entry has none."""
+    def places(self) -> dict[str, tuple[str, Instruction]]:
+        """What first runs each computation but the entry: in which one it stands, and the line."""
         return {
-            callee: line
-            for lines in reversed(self.computations.values())
+            callee: (computation, line)
+            for computation, lines in reversed(self.computations.items())
             for line in reversed(lines)
             for _, callee in line.called()
         }
 
     def caller_op_name(self, computation: str) -> str:
         """Return what the instruction was doing that runs a computation."""
-        line = self.callers.get(computation)
-        return line.op_name if line else ""
+        found = self.places.get(computation)
+        return found[1].op_name if found else ""
 
     @property
     def unknown_loops(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What a device holds of a model and of a batch: the sizes that memory and time are counted from.
 
-`facts` are of the configuration alone, `layout` adds a machine and a mesh over it. Weights are
-listed in the stacked form, whatever `model.stacked` says: all layers of a name as one array.
+`state_sizes` are of the configuration alone, `layout` adds a machine and a mesh over it. Weights
+are listed in the stacked form, whatever `model.stacked` says: all layers of a name as one array.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Weight(NamedTuple):
         return self.name in ("embed", "pos_embed")
 
 
-class Facts(NamedTuple):
+class StateSizes(NamedTuple):
     """What does not depend on a mesh: the weights, and the state that each device holds whole."""
 
     weights: tuple[Weight, ...]
@@ -64,6 +64,7 @@ class Layout:
     sizes: dict[str, int]  # devices per mesh axis
     slow: dict[str, int]  # of these, in different slices
     specs: dict[str, tuple[tuple[str, ...], ...]]  # mesh axes of each dimension, by weight
+    shares: dict[str, tuple[int, int]]  # elements that a device holds, and uses at once, by weight
     weights: tuple[Weight, ...]
     replicated: dict[str, int]
     attention: frozenset[str]  # the ways in which its blocks compute it, see `model.attention`
@@ -137,17 +138,15 @@ class Layout:
 
     def gathered_over(self, weight: Weight) -> tuple[str, ...]:
         """Return the mesh axes over which a weight is gathered before it is used."""
-        names = zip(weight.axes, self.spec(weight), strict=True)
-        return tuple(axis for name, axes in names if name == "embed" for axis in axes)
+        return _gathered_over(weight, self.spec(weight))
 
     def held(self, weight: Weight) -> int:
         """Return the elements of a weight on a device."""
-        return weight.count // math.prod(self.sizes[a] for axes in self.spec(weight) for a in axes)
+        return self.shares[weight.name][0]
 
     def used(self, weight: Weight) -> int:
         """Return the elements of a weight on a device that has gathered them."""
-        parts = math.prod(self.sizes[axis] for axis in self.gathered_over(weight))
-        return self.held(weight) * parts
+        return self.shares[weight.name][1]
 
     def reduced_over(self, weight: Weight) -> tuple[str, ...]:
         """Return the mesh axes whose devices hold the same part and add up its gradients."""
@@ -165,7 +164,7 @@ def with_vocabulary(cfg: Config) -> tuple[Config, str]:
     )
 
 
-def facts(cfg: Config) -> Facts:
+def state_sizes(cfg: Config) -> StateSizes:
     """Return the weights of `cfg` and what the state keeps of them; raises ConfigError."""
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, stacked=True))
     specs = parameters.specs(cfg.model)
@@ -208,15 +207,15 @@ def facts(cfg: Config) -> Facts:
     for path, spec in jax.tree.leaves_with_path(specs):
         name = parameters.weight_name(path)[0]
         weights.append(Weight(name, spec.shape, spec.axes, per_element[name]))
-    return Facts(tuple(weights), replicated)
+    return StateSizes(tuple(weights), replicated)
 
 
-def layout(cfg: Config, target: Target, known: Facts | None = None) -> Layout:
+def layout(cfg: Config, target: Target, known: StateSizes | None = None) -> Layout:
     """Return `cfg` on `target`; raises ConfigError, with all reasons, where it cannot run there."""
     sizes = axis_sizes(cfg.mesh, target.num_devices)
     slow = slow_sizes(cfg.mesh, sizes, target.num_slices)
     check_sizes(sizes, cfg)
-    known = known or facts(cfg)
+    known = known or state_sizes(cfg)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     specs = {
         weight.name: tuple(
@@ -225,6 +224,20 @@ def layout(cfg: Config, target: Target, known: Facts | None = None) -> Layout:
         )
         for weight in known.weights
     }
+    shares = {weight.name: _shares(weight, specs[weight.name], sizes) for weight in known.weights}
     tasks = attention.tasks(cfg, target.chip.platform, sizes["context"])
     ways = frozenset(attention.choose(task, attention.asked(cfg)) for task in tasks)
-    return Layout(cfg, target, sizes, slow, specs, *known, ways)
+    return Layout(cfg, target, sizes, slow, specs, shares, *known, ways)
+
+
+def _gathered_over(weight: Weight, spec: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    names = zip(weight.axes, spec, strict=True)
+    return tuple(axis for name, axes in names if name == "embed" for axis in axes)
+
+
+def _shares(
+    weight: Weight, spec: tuple[tuple[str, ...], ...], sizes: dict[str, int]
+) -> tuple[int, int]:
+    """Return the elements of a weight on a device, and on one that has gathered them."""
+    held = weight.count // math.prod(sizes[axis] for axes in spec for axis in axes)
+    return held, held * math.prod(sizes[axis] for axis in _gathered_over(weight, spec))

@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jaxgpt.model.block_attention import MAX_BLOCKS, TALL_BLOCK
 from jaxgpt.model.exchange import slots_per_turn
-from jaxgpt.model.pairs import SCORES
 from jaxgpt.planning.layout import Layout
+from jaxgpt.planning.tensors import kept, score_bytes, tensors
 from jaxgpt.training.loss import chunk_tokens
 
 Moment = Literal["always", "saved", "gradients", "loss", "block", "host"]
@@ -62,17 +61,6 @@ class Memory:
         return self.of("host")
 
 
-class Tensor(NamedTuple):
-    """One activation of a block: elements of a micro-batch on a device, and bytes of each."""
-
-    elements: int
-    itemsize: int
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.itemsize
-
-
 def estimate(layout: Layout) -> Memory:
     """Return what training with this layout needs, by cause."""
     return Memory(
@@ -82,58 +70,6 @@ def estimate(layout: Layout) -> Memory:
             if part.bytes
         )
     )
-
-
-def tensors(layout: Layout) -> dict[str, Tensor]:
-    """Return the activations of one block that its backward pass reads, by name.
-
-    Those that `model.remat_save` knows have its names; `attn_in` and `mlp_in` are what the matrices
-    are multiplied with, `mid` the residual stream between the sub-layers, `hidden` what w_down is
-    multiplied with, and `lse` a float32 number per head and token. With experts, gate, up and
-    hidden are those of all the tokens that a device's experts get (evenly spread).
-    """
-    m, t, c = layout.cfg.model, layout.tokens, layout.compute
-    D, H = m.embed_dim, m.head_width
-    heads, kv = layout.split(m.num_heads, "tensor"), layout.split(m.kv_heads, "tensor")
-    wide = layout.split(m.expert_width if m.num_experts else m.mlp_width, "tensor")
-    wide *= m.experts_per_token if m.num_experts else 1
-    wide += layout.split(m.shared_dim, "tensor")
-    sizes = {
-        "block_in": D, "attn_in": D, "q": heads * H, "k": kv * H, "v": kv * H, "attn": heads * H,
-        "attn_out": D, "mid": D, "mlp_in": D * (m.experts_per_token if m.num_experts else 1),
-        "gate": wide if m.gated else 0, "up": wide, "hidden": wide, "mlp_out": D,
-    }  # fmt: skip
-    found = {name: Tensor(t * size, c) for name, size in sizes.items() if size}
-    return found | {"lse": Tensor(t * heads, 4)}
-
-
-def kept(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes per block that wait for its backward pass: on the device, on the host.
-
-    Without recomputation: all that products and activations need. What a sub-layer gives to the
-    residual sum is needed only where a norm follows. With `attn`, its `lse` is kept too.
-    """
-    m, found = layout.cfg.model, tensors(layout)
-    if m.remat == "none":
-        unneeded = set() if m.norm_placement != "pre" else {"attn_out", "mlp_out"}
-        device = {n: tensor.bytes for n, tensor in found.items() if n not in unneeded}
-        gelu, gpu = m.mlp in ("gelu", "gelu_tanh"), layout.target.chip.platform == "gpu"
-        D, F = found["block_in"].elements, found["up"].elements
-        if m.stacked:
-            # A scan stores what JAX saves: six (norms with a mean: eight) float32 tensors of the
-            # residual stream in place of some in the compute dtype, and three of a GELU.
-            wider = (24 if m.norm == "layernorm" else 22) * D + (12 * F if gelu else 0)
-            device["float32 copies"] = wider
-        elif gelu and gpu:
-            device["float32 of the activation"] = 4 * F  # tanh or erf: XLA keeps it
-        if scores := _scores(layout):
-            device["scores"] = scores
-        return device, {}
-    names = {"block_in", *m.remat_save}
-    names |= {"lse"} if "attn" in names | {*m.remat_offload} else set()
-    offloaded = {name: found[name].bytes for name in m.remat_offload if name in found}
-    device = {n: found[n].bytes for n in sorted(names) if n in found and n not in offloaded}
-    return device, offloaded
 
 
 def state_bytes(layout: Layout) -> dict[str, int]:
@@ -199,11 +135,13 @@ def _activations(layout: Layout) -> list[Part]:
                 del device["block_in"]
             how = f"{turns} turns x {stream:,} ({layout.tokens:,} tokens)"
             parts.append(Part("inputs of a stage", turns * stream, how, "saved"))
-        how = f"{turns} turns x 2 x {layout.tokens:,} tokens x {layout.cfg.model.embed_dim:,}"
-        parts.append(Part("masks of empty turns", turns * stream // layout.compute * 2, how,
-                          "saved"))  # fmt: skip
         how = f"3 x {layout.places} micro-batches that wait or are done x {stream:,}"
         parts.append(Part("belt", 3 * layout.places * stream, how, "saved"))
+        if taps := len(layout.cfg.model.aux_layers):
+            # A belt of results for each auxiliary loss, its gradient, and what is normalised of it.
+            how = f"{taps} auxiliary losses x 3 x {layout.places} micro-batches x {stream:,}"
+            parts.append(Part("belts of auxiliary losses", 3 * taps * layout.places * stream, how,
+                              "saved"))  # fmt: skip
     for moment, names in (("saved", device), ("host", host)):
         for name, size in names.items():
             how = f"{where} x {size:,} ({layout.tokens:,} tokens)"
@@ -292,16 +230,40 @@ def _block(layout: Layout) -> list[Part]:
         most, where = max((mlp, "MLP"), (attention, "attention"))
         how = f"the {where}'s {most:,} + the residual stream's {stream:,}"
         parts.append(Part("gradients of activations", most + stream, how, "block"))
+        if m.num_experts and not m.capacity_factor:
+            parts += _own_experts(layout)
     if layout.piped and layout.at_once > 1:
         how = f"{layout.at_once} x {stream // 2:,}"
         parts.append(Part("inputs of blocks", layout.at_once * stream // 2, how, "block"))
     if "cudnn" in layout.attention and layout.cfg.data.document_mask:
         how = f"{layout.rows} rows x 2 x {layout.length:,}^2"
         parts.append(Part("mask of documents", 2 * layout.rows * layout.length**2, how, "block"))
-    if (scores := _scores(layout)) > 0:
+    if (scores := score_bytes(layout)) > 0:
         how = "rows x heads x queries x keys, float32 and as multiplied"
         parts.append(Part("attention scores", scores, how, "block"))
     return parts
+
+
+def _own_experts(layout: Layout) -> list[Part]:
+    """Return what the backward pass of `model.dispatch.dropless` needs besides tensors by name."""
+    m, c, gpu = layout.cfg.model, layout.compute, layout.target.chip.platform == "gpu"
+    slots = layout.tokens * m.experts_per_token
+    matrix = max(_matrices(layout))
+    return [
+        Part("results of experts", 2 * c * slots * m.embed_dim,
+             f"and their gradient: 2 x {c} x {slots:,} slots x {m.embed_dim:,}", "block"),
+        Part("sum of a matrix's gradient", 4 * matrix if gpu else 0,
+             f"by blocks, float32: 4 x {matrix:,}", "block"),
+    ]  # fmt: skip
+
+
+def _matrices(layout: Layout) -> list[int]:
+    """Return the elements of each matrix of the experts of a block, all that a device has."""
+    return [
+        layout.used(weight) // layout.cfg.model.num_layers
+        for weight in layout.weights
+        if weight.in_layers and {"experts", "embed", "mlp"} <= {*weight.axes}
+    ]
 
 
 def _experts(layout: Layout) -> list[Part]:
@@ -310,40 +272,16 @@ def _experts(layout: Layout) -> list[Part]:
     Of twins of Mixtral 8x7B and Qwen3 30B-A3B with two layers: on a TPU v5p gate, up and hidden
     rows of F and five of D, on an H100 as much, or five of F and three of D.
     """
-    m, c, D, E = (
-        layout.cfg.model,
-        layout.compute,
-        layout.cfg.model.embed_dim,
-        layout.sizes["expert"],
-    )
+    m, c, E = layout.cfg.model, layout.compute, layout.sizes["expert"]
+    D = m.embed_dim
     F = layout.split(m.expert_width, "tensor")
     rows = E * slots_per_turn(layout.tokens, m.experts_per_token, m.num_experts, E)
     widths = [(5, 3), (3, 5)] if layout.target.chip.platform == "gpu" else [(5, 3)]
     d, f = max(widths, key=lambda pair: pair[0] * D + pair[1] * F)
-    own = sum(
-        layout.used(weight) // m.num_layers
-        for weight in layout.weights
-        if weight.in_layers and "experts" in weight.axes and len(weight.shape) > 3
-    )
+    own = sum(_matrices(layout))
     return [
         Part("slots of experts", c * rows * (d * D + f * F),
              f"{c} x {rows:,} places x ({d} x {D:,} + {f} x {F:,})", "block"),
         Part("sums of the experts' turns", 8 * layout.tokens * D + 4 * own,
              f"float32: 2 x 4 x {layout.tokens:,} tokens x {D:,} + 4 x {own:,} weights", "block"),
     ]  # fmt: skip
-
-
-def _scores(layout: Layout) -> int:
-    """Return the bytes of the scores of one block, where attention holds them."""
-    T = layout.length
-    tall = max(TALL_BLOCK, T // MAX_BLOCKS)
-    held = {
-        "dot_product": T * T,
-        "reference": T * T,
-        # Row blocks stop at the diagonal, and accelerators hold those of one.
-        "blocks": T * T // 2 if layout.target.chip.platform == "cpu" else min(tall, T) * T,
-        "ring": 2 * min(SCORES, (T // 2) ** 2),  # of two pairs of half chunks
-    }
-    most = max(held.get(way, 0) for way in layout.attention)
-    heads = layout.split(layout.cfg.model.num_heads, "tensor")
-    return layout.rows * heads * most * (4 + layout.compute)

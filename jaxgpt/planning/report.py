@@ -12,11 +12,13 @@ from typing import Any
 from jaxgpt.model import attention
 from jaxgpt.model.gpt import flops_per_token
 from jaxgpt.parallel.mesh import AXES
-from jaxgpt.planning import collectives
+from jaxgpt.planning import audit, collectives, exchanged
 from jaxgpt.planning.compile import Compiled
+from jaxgpt.planning.fixes import Fix
 from jaxgpt.planning.memory import PEAKS
 from jaxgpt.planning.roofline import FAILURES_PER_DEVICE_DAY, bubble_share, run, saving
-from jaxgpt.planning.search import Candidate, Fix
+from jaxgpt.planning.search import Candidate
+from jaxgpt.planning.transfers import links_of
 
 ASSUMED = (
     "times are bounds: products at the published peak, links at theirs, everything that can "
@@ -68,7 +70,7 @@ def report(
             "host_bytes": int(memory.host * target.num_devices / target.num_hosts),
         },
         "fits": fits,
-        "compiled": None if compiled is None else _compiled(compiled),
+        "compiled": None if compiled is None else _compiled(plan, compiled),
         "fixes": [
             {"change": fix.change, "saved_bytes": fix.saved, "added_seconds": fix.seconds,
              "fits": fix.fits}
@@ -88,9 +90,22 @@ def report(
         },
         "checkpoint": save._asdict() | {"interval_steps": max(1, round(save.interval /
                                                                       bound.seconds))},
-        "notes": [*(notes or []), *ASSUMED],
+        "notes": [*(notes or []), *_in_sums(plan), *ASSUMED],
         "exit_code": 0 if fits else 64,
     }  # fmt: skip
+
+
+def _in_sums(plan: Candidate) -> list[str]:
+    """Return a note on gathers that libtpu makes of sums, if there are any."""
+    links, weights = links_of(plan.layout), plan.layout.weights
+    axes = next(filter(links.whole_torus, map(plan.layout.gathered_over, weights)), None)
+    if axes is None:
+        return []
+    return [
+        f"{' and '.join(axes)} over all of a 3-D torus: there libtpu gathers weights as sums, "
+        "with twice the bytes, and nothing else goes on meanwhile; not where mesh.data or "
+        "mesh.tensor takes one of its dimensions"
+    ]
 
 
 def compiler_fits(plan: Candidate, compiled: Compiled) -> bool:
@@ -98,13 +113,20 @@ def compiler_fits(plan: Candidate, compiled: Compiled) -> bool:
     return not compiled.misfit and compiled.peak_bytes <= plan.layout.target.usable
 
 
-def _compiled(done: Compiled) -> dict[str, Any]:
-    """Return the compiler's totals, with exchanges summed by axes and kind."""
+def _compiled(plan: Candidate, done: Compiled) -> dict[str, Any]:
+    """Return the compiler's totals, its exchanges beside the expected ones, and all findings."""
+    rows = exchanged.by_axis(plan.layout, plan.bound, done.collectives)
+    least = exchanged.as_compiled(plan.layout, plan.bound, done.collectives)
+    wholly = bool(done.peak_bytes)  # there is a program, whatever it needs
     return dataclasses.asdict(done) | {
         "unused_bytes": max(0, done.peak_bytes - done.live_bytes) if done.live_bytes else 0,
         "peak_bytes": done.needed_bytes if done.misfit else done.peak_bytes,
         "collectives": [row._asdict() for row in collectives.table(done.collectives)],
-        "findings": [finding.line for finding in done.findings],
+        "exchanges": [row._asdict() for row in rows] if wholly else [],
+        "step_seconds": least.seconds if wholly else None,
+        "mfu_ceiling": least.mfu if wholly else None,
+        "exposed": least.exposed if wholly else None,
+        "findings": [*audit.lines(done.findings), *(exchanged.findings(rows) if wholly else ())],
         "notes": list(done.notes),
     }
 

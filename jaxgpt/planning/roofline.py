@@ -9,15 +9,14 @@ update of the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxgpt.model.exchange import SLACK
 from jaxgpt.model.gpt import flops_per_token
-from jaxgpt.planning.hardware import axis_bandwidth
-from jaxgpt.planning.layout import Layout, Weight
-from jaxgpt.planning.memory import kept, state_bytes, tensors
+from jaxgpt.planning.layout import Layout
+from jaxgpt.planning.memory import state_bytes
+from jaxgpt.planning.tensors import tensors
+from jaxgpt.planning.transfers import Transfer, transfers
 from jaxgpt.validation import num_steps
 
 # 419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783, section 3.3.4).
@@ -26,17 +25,6 @@ SQUARE = {"dot_product", "reference"}  # ways of attention that compute what lie
 # A tensor of a block is written and read forward, read backward, and its gradient written once and
 # read twice (for its weights and its inputs): at least, if all else is fused.
 PASSES, PASSES_AGAIN = 6, 2
-
-
-class Transfer(NamedTuple):
-    """One kind of exchange: what a device sends in a step, over which links, in which time."""
-
-    what: str
-    axis: str  # mesh axis, or "host"
-    link: str  # the resource: "links of fsdp", "NVLink", "network", "host link"
-    bytes: float
-    seconds: float
-    overlaps: bool
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ def bound(layout: Layout) -> Bound:
         bubble=busy * (layout.sizes["stage"] - 1) / turns,
         memory=_traffic(layout) / chip.bandwidth,
         update=update_bytes(layout) / chip.bandwidth,
-        transfers=tuple(_transfers(layout)),
+        transfers=tuple(transfers(layout)),
         peak=rate,
     )
 
@@ -180,111 +168,6 @@ def update_bytes(layout: Layout) -> float:
     held = sum(map(layout.held, layout.weights))
     gradient = 4 if layout.accum > 1 else layout.param
     return 2 * sum(state_bytes(layout).values()) + gradient * held
-
-
-def _transfers(layout: Layout) -> Iterator[Transfer]:
-    """Yield what a device sends in one step."""
-    fast = {axis: n // layout.slow[axis] for axis, n in layout.sizes.items()}
-    rates = axis_bandwidth(layout.target, fast)
-    gpu, chip = layout.target.chip.platform == "gpu", layout.target.chip
-
-    def over(
-        what: str, axis: str, whole: float, *, twice: int, overlaps: bool
-    ) -> Iterator[Transfer]:
-        """Yield a gather (or scatter; twice: both) of `whole` bytes over one mesh axis."""
-        f, s = fast[axis], layout.slow[axis]
-        if f > 1:
-            sent = twice * whole * (f - 1) / f
-            link = "NVLink" if gpu else f"links of {axis}"
-            yield Transfer(what, axis, link, sent, sent / rates[axis], overlaps)
-        if s > 1:
-            sent = twice * whole / f * (s - 1) / s
-            yield Transfer(what, axis, "network", sent, sent / chip.network, overlaps)
-
-    def gather(what: str, axes: tuple[str, ...], whole: float, count: float) -> Iterator[Transfer]:
-        for axis in reversed(axes):
-            yield from over(what, axis, whole * count, twice=1, overlaps=True)
-            whole /= layout.sizes[axis]
-
-    c = layout.compute
-    for weight in layout.weights:
-        axes, whole = layout.gathered_over(weight), layout.used(weight)
-        times, passes = _times(layout, weight)
-        if axes:
-            yield from gather("weights", axes, whole * c, times * passes)
-            yield from gather("gradients", axes, whole * _gradient_bytes(weight, c), times)
-        for axis in layout.reduced_over(weight):
-            # Replicas sum the gradients of their micro-batches and meet once.
-            once = axis == "data" and (layout.accum > 1 or layout.piped)
-            size = layout.held(weight) * (4 if once else _gradient_bytes(weight, c))
-            count = 1 if once else times
-            yield from over("gradients", axis, size * count, twice=2, overlaps=True)
-    yield from _by_block(layout, rates, over)
-
-
-def _times(layout: Layout, weight: Weight) -> tuple[float, int]:
-    """Return how often a step uses a weight, and how often each time it is gathered.
-
-    A pipeline takes those of its blocks in each turn, also in one with nothing to do: forward,
-    backward, and once more where several blocks of a stage are computed again from its input.
-    """
-    if not weight.in_layers:
-        return (1 if layout.piped else layout.accum), 1
-    if not layout.piped:
-        return layout.accum, 2
-    again = layout.cfg.model.remat == "full" and layout.at_once > 1
-    return layout.ticks / layout.cfg.mesh.rounds, 3 if again else 2
-
-
-def _gradient_bytes(weight: Weight, compute: int) -> int:
-    """Return the bytes of an element where gradients are exchanged: sums by hand are float32."""
-    return compute if weight.in_layers else 4
-
-
-def _by_block(layout: Layout, rates: dict[str, float], over: object) -> Iterator[Transfer]:
-    """Yield what blocks exchange of activations."""
-    m, A, c, t = layout.cfg.model, layout.accum, layout.compute, layout.tokens
-    saved, again = {*m.remat_save, *m.remat_offload}, m.remat != "none"
-    stream, blocks = t * m.embed_dim * c, A * layout.layers
-    if layout.sizes["tensor"] > 1:
-        # Two sums forward, two backward, and attention's again if it is recomputed.
-        count = 4 + (1 if again and "attn_out" not in saved else 0)
-        yield from over("sums of activations", "tensor", blocks * count * stream, twice=2,
-                        overlaps=False)  # fmt: skip
-        yield from over("embedding and loss", "tensor", A * 2 * stream, twice=2, overlaps=False)
-    if (C := layout.sizes["context"]) > 1:
-        pair = tensors(layout)["k"].bytes + tensors(layout)["v"].bytes
-        # Keys and values around the ring, forward; they and their gradients, backward.
-        count = 3 + (1 if again and "attn" not in saved else 0)
-        sent = blocks * count * pair * (C - 1)
-        yield _ring(layout, "keys and values", "context", sent, overlaps=True)
-    if (E := layout.sizes["expert"]) > 1:
-        # There and back, and the gradients; the backward pass brings the tokens once more. Places
-        # that stay empty are sent too.
-        limited = m.capacity_factor > 0
-        count = 4 + (1 if again or not limited else 0)
-        slots = m.experts_per_token * (m.capacity_factor or SLACK)
-        sent = blocks * count * slots * stream * (E - 1) / E
-        # On a ring a message crosses E / 4 links on average, both ways in use.
-        hops = 1.0 if layout.target.chip.platform == "gpu" else max(1.0, E / 4)
-        link = "NVLink" if layout.target.chip.platform == "gpu" else "links of expert"
-        yield Transfer("tokens to experts", "expert", link, sent, sent * hops / rates["expert"],
-                       False)  # fmt: skip
-    if layout.sizes["stage"] > 1:
-        yield _ring(layout, "activations", "stage", 2 * layout.ticks * stream, overlaps=False)
-    host = sum(kept(layout)[1].values()) * blocks * 2
-    if host:
-        yield Transfer("offloaded", "host", "host link", host,
-                       host / layout.target.chip.host_link, True)  # fmt: skip
-
-
-def _ring(layout: Layout, what: str, axis: str, sent: float, *, overlaps: bool) -> Transfer:
-    """Return what is passed to one neighbour: over one link, or the network where it is slower."""
-    chip = layout.target.chip
-    if layout.slow[axis] > 1:
-        return Transfer(what, axis, "network", sent, sent / chip.network, overlaps)
-    link = "NVLink" if chip.platform == "gpu" else f"links of {axis}"
-    return Transfer(what, axis, link, sent, sent / chip.link, overlaps)
 
 
 class Run(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which mesh, recomputation and micro-batch are fastest by the analytic model, and what would fit.
+"""Which mesh, recomputation and micro-batch are fastest by the analytic model.
 
 Every mesh that a machine and a model allow is tried with each way of recomputation and the largest
 micro-batch that fits; candidates are ranked by the least time of a step, then by what they send.
@@ -12,8 +12,7 @@ import itertools
 import json
 import math
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +20,8 @@ from jaxgpt import config
 from jaxgpt.config import Config, with_values
 from jaxgpt.errors import ConfigError
 from jaxgpt.parallel.mesh import BATCH_AXES, CROSS_SLICES
-from jaxgpt.planning.hardware import GPU_FRACTION, Target, gpu_fraction
-from jaxgpt.planning.layout import Facts, Layout, facts, layout
+from jaxgpt.planning.hardware import Target
+from jaxgpt.planning.layout import Layout, StateSizes, layout, state_sizes
 from jaxgpt.planning.memory import Memory, estimate, state_bytes
 from jaxgpt.planning.roofline import Bound, bound, least_seconds
 from jaxgpt.toml_values import dump, read_toml
@@ -43,7 +42,6 @@ LADDER: tuple[dict[str, Any], ...] = (
 MOST = {"tensor": 16, "context": 16, "stage": 16, "rounds": 8}
 ROOM = 0.95  # of the memory: a compiler's own copies and padding are not counted here
 LEAST_PART = 2048  # tokens of a row on a device
-FRACTION = 0.92  # of a GPU's memory, which leaves room for its context and libraries
 
 
 class Candidate(NamedTuple):
@@ -62,50 +60,59 @@ class Candidate(NamedTuple):
         return fits(self.layout, self.memory)
 
 
-class Fix(NamedTuple):
-    """A change that needs less memory; `cfg` is None where it is no matter of configuration."""
-
-    change: str
-    cfg: Config | None
-    saved: int  # bytes of a device
-    seconds: float  # added to the least time of a step
-    fits: bool
-
-    @property
-    def kind(self) -> str:
-        """Return what is changed, without to what."""
-        return ".".join(re.findall(r"^[a-zA-Z]+", self.change))
-
-
 def fits(at: Layout, memory: Memory, share: float = 1.0) -> bool:
     """Tell whether the analytic bytes fit a share of the device, and what is offloaded its host."""
     host = memory.host * at.target.num_devices / at.target.num_hosts
     return memory.device <= share * at.target.usable and host <= 0.9 * at.target.chip.host_memory
 
 
-def evaluate(cfg: Config, target: Target, known: Facts | None = None) -> Candidate:
+def evaluate(cfg: Config, target: Target, known: StateSizes | None = None) -> Candidate:
     """Return memory and time of `cfg` on `target`; raises ConfigError where it cannot run."""
     at = layout(cfg, target, known)
     return Candidate(at, estimate(at), bound(at))
 
 
 def search(cfg: Config, target: Target, limit: int = 10) -> list[Candidate]:
-    """Return the best candidates that fit, the fastest first; model, batch and run as in `cfg`."""
-    known, found = facts(cfg), []
+    """Return the best candidates that fit, the fastest first; model, batch and run as in `cfg`.
+
+    What the command line says of mesh, recomputation and micro-batch (see `given`) stays so.
+    """
+    known, found, kept = state_sizes(cfg), [], given(cfg)
     over = [at for mesh in meshes(cfg, target) for at in _layouts(cfg, target, known, mesh)]
+    over = [at for at in over if _agrees("mesh", vars(at.cfg.mesh), kept)]
     for rung in LADDER:
-        for at in over:
-            model = dataclasses.replace(cfg.model, **rung)
-            here = dataclasses.replace(at, cfg=dataclasses.replace(at.cfg, model=model))
-            # Products alone take this long: no mesh or micro-batch can make up for it.
-            if len(found) >= limit and least_seconds(here) > found[limit - 1].bound.seconds:
+        if not _agrees("model", rung, kept):
+            continue
+        model = dataclasses.replace(cfg.model, **rung)
+        here = [dataclasses.replace(a, cfg=dataclasses.replace(a.cfg, model=model)) for a in over]
+        # Products alone take this long: no mesh or micro-batch can make up for it.
+        here = [at for at in here if least_seconds(at) <= _to_beat(found, limit)]
+        for least, at in sorted(((_least(at), at) for at in here), key=lambda pair: pair[0]):
+            if least > _to_beat(found, limit):
                 break
-            if (best := _best_micro(here)) is not None:
+            if (best := _best_micro(at, kept.get("train.micro_batch"))) is not None:
                 bisect.insort(found, best, key=_rank)
     return [c for c in found if not problems_of(c.cfg)][:limit]
 
 
-def _layouts(cfg: Config, target: Target, known: Facts, mesh: dict[str, int]) -> Iterator[Layout]:
+def given(cfg: Config) -> dict[str, Any]:
+    """Return the values by name that words of the command line have set; no -1, which is open."""
+    named = {
+        name: getattr(getattr(cfg, section), key)
+        for name, origin in cfg.origins.items()
+        if origin.startswith(config.OVERRIDE)
+        for section, key in [name.split(".")]
+    }
+    return {name: value for name, value in named.items() if value != -1}
+
+
+def _agrees(section: str, values: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+    return all(kept.get(f"{section}.{key}", value) == value for key, value in values.items())
+
+
+def _layouts(
+    cfg: Config, target: Target, known: StateSizes, mesh: dict[str, int]
+) -> Iterator[Layout]:
     """Yield the layouts on a mesh with the smallest micro-batch, but those that are refused."""
     micro = math.prod(mesh[axis] for axis in BATCH_AXES)
     for rounds, slow in itertools.product(_rounds(cfg, mesh), slow_parts(mesh, target.num_slices)):
@@ -122,7 +129,7 @@ def _layouts(cfg: Config, target: Target, known: Facts, mesh: dict[str, int]) ->
 def _rounds(cfg: Config, mesh: dict[str, int]) -> list[int]:
     if mesh["stage"] == 1:
         return [1]
-    return [r for r in _divisors(cfg.model.num_layers // mesh["stage"]) if r <= MOST["rounds"]]
+    return [r for r in divisors(cfg.model.num_layers // mesh["stage"]) if r <= MOST["rounds"]]
 
 
 def slow_parts(mesh: dict[str, int], num_slices: int) -> list[dict[str, int]]:
@@ -147,14 +154,30 @@ def _rank(candidate: Candidate) -> tuple[float, float, int]:
     return candidate.bound.seconds, sent, candidate.memory.device
 
 
-def _best_micro(at: Layout) -> Candidate | None:
-    """Return the candidate with the best micro-batch that fits, or None.
+def _to_beat(found: list[Candidate], limit: int) -> float:
+    return found[limit - 1].bound.seconds if len(found) >= limit else math.inf
+
+
+def _least(at: Layout) -> float:
+    """Return seconds of a step that no micro-batch can be below: with all rows in one.
+
+    That exchanges weights least often. Without what more of them make less: a pipeline's waiting,
+    and what its stages hand on while it fills.
+    """
+    train = dataclasses.replace(at.cfg.train, micro_batch=at.cfg.train.global_batch)
+    found = bound(dataclasses.replace(at, cfg=dataclasses.replace(at.cfg, train=train)))
+    others = tuple(t for t in found.transfers if t.axis != "stage")
+    return dataclasses.replace(found, bubble=0.0, transfers=others).seconds
+
+
+def _best_micro(at: Layout, only: int | None = None) -> Candidate | None:
+    """Return the candidate with the best micro-batch that fits, or None; `only`: the given one.
 
     The largest exchanges weights least often; a pipeline waits less with more of them.
     """
     best, train = None, at.cfg.train
-    for micro in _divisors(train.global_batch):
-        if micro % at.batch_shards:
+    for micro in divisors(train.global_batch):
+        if micro % at.batch_shards or only not in (None, micro):
             continue
         if at.cfg.mesh.rounds > 1 and train.global_batch // micro < at.sizes["stage"]:
             break  # rounds need a micro-batch for each stage
@@ -175,95 +198,31 @@ def meshes(cfg: Config, target: Target) -> Iterator[dict[str, int]]:
     domain = target.devices_per_slice
     tensor = [
         t
-        for t in _divisors(math.gcd(m.kv_heads, n))
+        for t in divisors(math.gcd(m.kv_heads, n))
         if t <= min(MOST["tensor"], domain) and m.mlp_width % t == 0 and m.expert_width % t == 0
     ]
     context = [
         c
-        for c in _divisors(n)
+        for c in divisors(n)
         if c <= MOST["context"] and (c == 1 or m.seq_len % (2 * c) == 0)
         and (c == 1 or m.seq_len // c >= LEAST_PART)
     ]  # fmt: skip
-    expert = _divisors(math.gcd(m.num_experts, n)) if m.num_experts else [1]
-    stage = [s for s in _divisors(math.gcd(m.num_layers, n)) if s <= MOST["stage"]]
+    expert = divisors(math.gcd(m.num_experts, n)) if m.num_experts else [1]
+    stage = [s for s in divisors(math.gcd(m.num_layers, n)) if s <= MOST["stage"]]
     for t, c, e, s in itertools.product(tensor, context, expert, stage if m.stacked else [1]):
         rest = n // (t * c * e * s)
         if rest * t * c * e * s != n or cfg.train.global_batch % (rest * e):
             continue
-        for fsdp in _divisors(rest):
+        for fsdp in divisors(rest):
             yield {
                 "data": rest // fsdp, "fsdp": fsdp, "tensor": t, "context": c, "expert": e,
                 "stage": s,
             }  # fmt: skip
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide one, from 1 on."""
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def fixes(start: Candidate, limit: int = 3) -> list[Fix]:
-    """Return the cheapest changes that need less memory: those that then fit first, by time."""
-    target, found = start.layout.target, []
-    for change, tried in _changes(start):
-        try:
-            if problems_of(tried):
-                continue
-            known = None if change.startswith("optim") else _facts_of(start.layout)
-            other = evaluate(tried, target, known)
-        except ConfigError:
-            continue
-        saved = start.memory.device - other.memory.device
-        if saved > 0:
-            seconds = other.bound.seconds - start.bound.seconds
-            found.append(Fix(change, tried, saved, seconds, other.fits))
-    if target.chip.platform == "gpu" and gpu_fraction() < FRACTION:
-        room = target.chip.usable * FRACTION
-        change = f"{GPU_FRACTION}={FRACTION} in the environment (JAX takes {gpu_fraction():.0%})"
-        gained = int(room - target.usable)
-        found.append(Fix(change, None, gained, 0.0, start.memory.device <= room))
-    found.sort(key=lambda f: (not f.fits, f.seconds if f.fits else -f.saved))
-    best = {fix.kind: fix for fix in reversed(found)}  # one of each kind
-    return [fix for fix in found if best[fix.kind] is fix][:limit]
-
-
-def _facts_of(at: Layout) -> Facts:
-    return Facts(at.weights, at.replicated)
-
-
-def _changes(start: Candidate) -> Iterator[tuple[str, Config]]:
-    """Yield single changes of a configuration that may need less memory."""
-    cfg, sizes = start.cfg, start.layout.sizes
-    for rung in LADDER:
-        if any(getattr(cfg.model, key) != value for key, value in rung.items()):
-            words = ", ".join(f"model.{key} = {_toml(value)}" for key, value in rung.items()
-                              if getattr(cfg.model, key) != value)  # fmt: skip
-            yield words, with_values(cfg, "plan", model=rung)
-    smaller = [
-        micro
-        for micro in _divisors(cfg.train.global_batch)
-        if micro < cfg.train.micro_rows and micro % start.layout.batch_shards == 0
-    ]
-    for micro in sorted(smaller, reverse=True):
-        change = f"train.micro_batch = {micro} (now {cfg.train.micro_rows})"
-        yield change, with_values(cfg, "plan", train={"micro_batch": micro})
-    for giver, taker in (("data", "fsdp"), ("data", "tensor"), ("fsdp", "tensor"),
-                         ("fsdp", "context"), ("data", "context")):  # fmt: skip
-        for factor in (2, 4, 8):
-            if sizes[giver] % factor:
-                break
-            mesh = {**vars(cfg.mesh), **sizes, giver: sizes[giver] // factor,
-                    taker: sizes[taker] * factor, "slow": {}}  # fmt: skip
-            change = f"mesh.{giver} = {mesh[giver]}, mesh.{taker} = {mesh[taker]}"
-            yield change, with_values(cfg, "plan", mesh=mesh)
-    if cfg.optim.moment_dtype == "float32":
-        yield (
-            'optim.moment_dtype = "bfloat16"',
-            with_values(cfg, "plan", optim={"moment_dtype": "bfloat16"}),
-        )
-
-
-def _toml(value: Any) -> str:
-    return str(list(value)).replace("'", '"') if isinstance(value, tuple) else f'"{value}"'
 
 
 def write_preset(path: Path, chosen: Config, preset: str | None, comment: str) -> None:

@@ -23,9 +23,9 @@ from jaxgpt.runtime.roll_call import roll_call, split_address
 # Seconds for all hosts to be there: containers and nodes of one job start minutes apart. The
 # variable JAXGPT_START_TIMEOUT sets another limit.
 START_TIMEOUT = 300.0
-# Seconds for JAX to connect once all are there, which takes less than one. JAX itself would abort,
-# with a page of stacks.
-CONNECT_TIMEOUT = 40
+# Seconds for JAX to connect once all are there, which takes less than one with few processes, and
+# more for each 100. JAX itself would abort, with a page of stacks.
+CONNECT_TIMEOUT, CONNECT_MORE = 40, 10
 # Seconds without a sign of life after which JAX ends a process with SIGABRT. It is the last resort:
 # lost hosts are found, and named, much earlier by our own watch over the others.
 HEARTBEAT_TIMEOUT = 100
@@ -68,7 +68,8 @@ def start(
     _keep_stdout()
     # It would take SIGTERM from whoever asks for a durable end (`signals.Stop`, `SharedStop`).
     jax.config.update("jax_enable_preemption_service", False)
-    late = threading.Timer(CONNECT_TIMEOUT, _give_up, args=(launch, names))
+    patience = CONNECT_TIMEOUT + CONNECT_MORE * (launch.processes // 100)
+    late = threading.Timer(patience, _give_up, args=(launch, names, patience))
     late.daemon = True
     late.start()
     try:
@@ -78,7 +79,7 @@ def start(
             launch.process,
             launch.local_devices,
             cluster_detection_method="deactivate",
-            initialization_timeout=2 * CONNECT_TIMEOUT,
+            initialization_timeout=2 * patience,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
         )
@@ -95,11 +96,11 @@ def start(
     return launch, names
 
 
-def _give_up(launch: Launch, names: tuple[str, ...]) -> NoReturn:
+def _give_up(launch: Launch, names: tuple[str, ...], patience: int) -> NoReturn:
     """End a process that waits in JAX for others, all of which were there a moment ago."""
     text = (
         f"all {launch.processes} processes came, but not all have connected to JAX's runtime at "
-        f"{launch.coordinator} after {CONNECT_TIMEOUT} s: one of them, on {', '.join(names[:8])}"
+        f"{launch.coordinator} after {patience} s: one of them, on {', '.join(names[:8])}"
         f"{' ...' if len(names) > 8 else ''}, has ended or is frozen; exit {HangError.exit_code}"
     )
     leaving.say(leaving.error_line(f"{text}\n"), seconds=5.0)

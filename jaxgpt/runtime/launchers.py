@@ -72,6 +72,8 @@ def detect(
         or _kubernetes(environ)
         or None
     )
+    if found is None or found.kind == "leftover":
+        _refuse_unseen_tpu(environ)
     chosen = flags.coordinator or environ.get("JAX_COORDINATOR_ADDRESS")
     if not chosen:
         return found
@@ -131,6 +133,16 @@ def _tpu(environ: Mapping[str, str]) -> Launch:
     port = _number(environ, "JAX_COORDINATOR_PORT", TPU_PORT)
     host = first.split(":")[0]
     return _checked("tpu", f"{host}:{port}", process, len(workers) * slices, None, source)
+
+
+def _refuse_unseen_tpu(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where other hosts of a slice are named, but JAX sees no TPU on this one."""
+    others = environ.get("TPU_WORKER_HOSTNAMES", "").count(",")
+    if others and environ.get("JAX_PLATFORMS", "") in ("", "tpu"):
+        raise ConfigError(
+            f"TPU_WORKER_HOSTNAMES names {others + 1} hosts, but JAX sees no TPU on this one: each "
+            f"would run alone; install jaxgpt[tpu], or give the host its chips; {OFF}"
+        )
 
 
 def _open_mpi(environ: Mapping[str, str], coordinator: str | None) -> Launch | None:

@@ -41,6 +41,7 @@ class SharedStop:
         self._begun: int | None = None  # newest step begun here; None before the loop
         self._settling = False  # a request is being settled: no new step begins
         self._last: int | None = None  # the step to stop after
+        self._final: int | None = None  # the last step of the run, once it is done
         self._save_at: set[int] = set()
         self._failure = ""
         self._changed = threading.Condition()
@@ -62,12 +63,16 @@ class SharedStop:
     def reason(self) -> str:
         return self._reason if self._together else self._signals.reason
 
-    def reached(self, done: int) -> bool:
-        """Return whether to stop after `done` steps; if not, the next one counts as begun."""
+    def reached(self, done: int, more: bool = True) -> bool:
+        """Return whether to stop after `done` steps; if not, the next one counts as begun.
+
+        Without `more` there is none: what counts as one is the work after the last step.
+        """
         if not self._together:
             return bool(self._signals.reason)
         with self._changed:
             self._begun = done
+            self._final = None if more else done
             self._changed.notify_all()
             if self._settling:
                 with self._dog.phase("stop"):
@@ -129,7 +134,9 @@ class SharedStop:
             newest = store.decide(f"begun/{number}", begun, max, LIMITS["stop"])
             if "stop" in request:
                 self._last, self._reason = newest, request["stop"]
-                self._say(f"{self._reason}: all stop after step {newest}")
+                at_end = self._final is not None and newest > self._final
+                end = "all are at the end of the run" if at_end else f"all stop after step {newest}"
+                self._say(f"{self._reason}: {end}")
             else:  # some have passed the end of the newest begun step
                 self._save_at.add(newest + 1)
                 self._signals.save_now = False

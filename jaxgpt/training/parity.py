@@ -12,6 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -24,28 +25,31 @@ from jaxgpt.errors import ConfigError
 from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
+from jaxgpt.runtime.processor import num_cores
 from jaxgpt.training import optimizer, step
 from jaxgpt.training import state as states
-from jaxgpt.training.probe import random_documents, share
+from jaxgpt.training.comparison import leaf_errors, named_leaves, random_documents, share
 from jaxgpt.validation import MESH_AXES
 
 STEPS = 2
 MICRO_BATCHES, ROWS = 4, 8  # rows of a micro-batch: they divide over 8 devices
-LENGTH, VOCAB, HEADS, HEAD_WIDTH, LAYERS, EXPERTS = 32, 64, 8, 8, 4, 8
-# Float32 sums in another order: 1e-7 a term. A gradient that is nearly 0 by symmetry is all
-# rounding, so leaves are compared with at least this share of the norm of all of them.
+LENGTH, VOCAB, HEADS, HEAD_WIDTH, EXPERTS = 32, 64, 8, 8, 8
+LAYERS, STAGED_LAYERS = 4, 8  # without stages, and over 2 stages twice, 2 in each part
+ROUNDS = 2
+# Float32 sums in another order: 1e-7 a term.
 BOUNDS = {"loss": 1e-5, "grad_norm": 1e-4, "moments": 1e-4, "weights": 1e-4}
-FLOOR = 0.01
+COMPILERS = 4  # meshes compiled at the same time, at most; each may take 1 GB
+FAST = {"xla_backend_optimization_level": 0}  # halves the time to compile
 
 
 class Row(NamedTuple):
     """One mesh beside one device; errors are relative, None where the mesh is refused."""
 
-    sizes: dict[str, int]  # of the axes with more than one device
+    sizes: dict[str, int]  # as of `layouts`
     errors: dict[str, float] | None  # by the names of `BOUNDS`
     leaf: str  # the worst of moments and weights
     refused: str  # why, in one line
-    seconds: float
+    seconds: float  # waited for it
 
     @property
     def passed(self) -> bool:
@@ -64,18 +68,38 @@ def all_sizes(devices: int) -> list[dict[str, int]]:
     return sorted(found, key=len)
 
 
-def shrunk(cfg: Config) -> Config:
-    """Return a small configuration of the same kind, in sizes that 8 devices divide.
+def layouts(cfg: Config, devices: int) -> list[dict[str, int]]:
+    """Return the layouts that are tried for `cfg`: `all_sizes`, and circular pipelines.
+
+    Where there is a pipeline it passes "rounds" 2 times if that of the run is circular; if not, it
+    does so besides on each mesh of at most two axes.
+    """
+    found = []
+    for sizes in all_sizes(devices):
+        can = 1 < sizes.get("stage", 1) <= MICRO_BATCHES
+        if not (can and cfg.mesh.rounds > 1):
+            found.append(sizes)
+        if can and (cfg.mesh.rounds > 1 or len(sizes) <= 2):
+            found.append(sizes | {"rounds": ROUNDS})
+    return found
+
+
+def shrunk(cfg: Config, sizes: Mapping[str, int]) -> Config:
+    """Return a small configuration of the same kind for a layout, in sizes that 8 devices divide.
 
     Kept: everything but sizes, number formats, what is specific to a machine, and what makes
-    percents of rounding.
+    percents of rounding. Micro-batches are taken one by one where the run does, and by pipelines.
     """
     m, heads = cfg.model, HEADS
+    stages, rounds = sizes.get("stage", 1), sizes.get("rounds", 1)
+    pattern = min(m.global_every, 2) if m.sliding_window else 0
+    least = STAGED_LAYERS if stages > 1 else LAYERS
+    layers = max(least, stages * rounds * max(pattern, 1))
     width = heads * HEAD_WIDTH
     experts = min(m.num_experts, EXPERTS)
     model = dataclasses.replace(
         m,
-        num_layers=LAYERS,
+        num_layers=layers,
         embed_dim=width,
         num_heads=heads,
         num_kv_heads=_kv_heads(cfg, heads),
@@ -86,14 +110,14 @@ def shrunk(cfg: Config) -> Config:
         # The slope of ReLU jumps at 0, to which one of a million sums is as near as their rounding.
         mlp="relu2" if m.mlp == "relu" else m.mlp,
         sliding_window=min(m.sliding_window, LENGTH // 4),
-        global_every=min(m.global_every, 1 if LAYERS < 2 * m.global_every else 2),
+        global_every=pattern,
         num_experts=experts,
         experts_per_token=min(m.experts_per_token, max(experts // 2, 1)),
         expert_dim=width if experts else 0,
         shared_dim=width if m.shared_dim else 0,
         rope_original_len=LENGTH // 2 if m.rope_original_len else 0,
-        aux_layers=(2,) if m.aux_layers else (),
-        stacked=True,  # as stages need it, and fast to compile; both layouts hold the same values
+        aux_layers=(layers // 2 - 1, layers - 1)[: len(m.aux_layers)],
+        stacked=m.stacked or stages > 1,
         init_std=width**-0.5,
         init_depth_scale=False,
     )
@@ -102,14 +126,14 @@ def shrunk(cfg: Config) -> Config:
         num_steps=8,
         num_tokens=0,
         global_batch=MICRO_BATCHES * ROWS,
-        micro_batch=ROWS,
+        micro_batch=ROWS if stages > 1 or cfg.train.accum_steps > 1 else 0,
         batch_ramp={},
         compute_dtype="float32",
         param_dtype="float32",
         logits_dtype="float32",
-        aux_loss_weights=cfg.train.aux_loss_weights[:1],
+        aux_loss_weights=cfg.train.aux_loss_weights[:2],
         attention="auto",
-        xla_options={"xla_backend_optimization_level": 0},  # halves the time to compile
+        xla_options=FAST,
     )
     optim = dataclasses.replace(
         cfg.optim,
@@ -122,7 +146,8 @@ def shrunk(cfg: Config) -> Config:
         # positions gradients of key biases are rounding alone, of which AdamW makes whole steps.
         groups={"/bk$": {"lr": 0.0}} if m.attn_bias and m.positions != "rope" else {},
     )
-    return dataclasses.replace(cfg, model=model, train=train, optim=optim, mesh=MeshConfig())
+    mesh = MeshConfig(rounds=rounds)
+    return dataclasses.replace(cfg, model=model, train=train, optim=optim, mesh=mesh)
 
 
 def _kv_heads(cfg: Config, heads: int) -> int:
@@ -136,56 +161,78 @@ def _kv_heads(cfg: Config, heads: int) -> int:
 def compare(cfg: Config, layouts: list[dict[str, int]]) -> Iterator[Row]:
     """Yield one `Row` for each layout of the devices of this process, as soon as it is computed.
 
-    `cfg` is that of a run. A mesh that refuses the model is yielded with the reason.
+    `cfg` is that of a run. A mesh that refuses the model is yielded with the reason. Programs are
+    compiled ahead by several threads, and run one after the other.
     """
-    small = shrunk(cfg)
-    batches = [_batch(small, seed) for seed in range(STEPS)]
-    tx = optimizer.build(
-        small, small.train.num_steps, parameters.abstract(parameters.specs(small.model))
-    )
-    start = jax.device_get(states.create(small, tx, _mesh({})))
-    right = _updates(small, tx, _mesh({}), start, batches)
-    for sizes in layouts:
-        began = time.monotonic()
-        errors, leaf, refused = None, "", ""
-        try:
-            mesh = _mesh(sizes)
-            meshes.check_model(mesh.shape, small)
-            errors, leaf = _errors(_updates(small, tx, mesh, start, batches), right)
-        except ConfigError as error:
-            refused = error.problems[0]
-        yield Row(sizes, errors, leaf, refused, time.monotonic() - began)
+    alone: dict[tuple[int, bool], Any] = {}  # by what tells the weights of twins apart
+    began = time.monotonic()
+    with ThreadPoolExecutor(min(num_cores(), COMPILERS)) as pool:
+        programs = pool.map(lambda sizes: _compiled(shrunk(cfg, sizes), sizes), layouts)
+        for sizes, program in zip(layouts, programs, strict=True):
+            errors, leaf, refused = None, "", ""
+            if isinstance(program, ConfigError):
+                refused = program.problems[0]
+            else:
+                model = program.cfg.model
+                kind = model.num_layers, model.stacked
+                alone[kind] = alone.get(kind) or _alone(program.cfg)
+                start, right = alone[kind]
+                errors, leaf = _errors(_updates(program, start), right)
+            yield Row(sizes, errors, leaf, refused, time.monotonic() - began)
+            began = time.monotonic()
 
 
-def _mesh(sizes: Mapping[str, int]) -> Mesh:
-    size = MeshConfig(**{axis: sizes.get(axis, 1) for axis in MESH_AXES})
-    return meshes.make_mesh(size, jax.devices()[: math.prod(sizes.values())])
+class _Program(NamedTuple):
+    cfg: Config
+    mesh: Mesh
+    placed: states.TrainState  # shardings
+    update: Any
+
+
+def _compiled(cfg: Config, sizes: Mapping[str, int]) -> _Program | ConfigError:
+    """Return the compiled step of a twin on a layout, or why there is none."""
+    tx = _optimizer(cfg)
+    try:
+        size = MeshConfig(**{axis: sizes.get(axis, 1) for axis in MESH_AXES})
+        devices = jax.devices()[: math.prod(getattr(size, axis) for axis in MESH_AXES)]
+        mesh = meshes.make_mesh(size, devices)
+        placed = states.state_shardings(mesh, cfg, tx)
+        update = step.make_train_step(cfg, tx, mesh, placed)
+    except ConfigError as error:
+        return error
+    state = states.abstract_state(cfg, tx, placed)
+    return _Program(cfg, mesh, placed, update.lower(state, _batch(cfg, 0)).compile())
+
+
+def _alone(cfg: Config) -> tuple[states.TrainState, Any]:
+    """Return the state in which a twin starts, and what one device makes of it.
+
+    The device takes the rows in micro-batches, which changes nothing but the order of sums.
+    """
+    train = dataclasses.replace(cfg.train, micro_batch=ROWS)
+    program = _compiled(dataclasses.replace(cfg, train=train, mesh=MeshConfig()), {})
+    tx = _optimizer(cfg)
+    init = jax.jit(lambda key: states.init_state(cfg, tx, key), compiler_options=FAST)
+    start = jax.device_get(init(jax.random.key(cfg.run.seed)))
+    return start, _updates(program, start)
+
+
+def _optimizer(cfg: Config) -> optimizer.Optimizer:
+    abstract = parameters.abstract(parameters.specs(cfg.model))
+    return optimizer.build(cfg, cfg.train.num_steps, abstract)
 
 
 def _updates(
-    cfg: Config,
-    tx: optimizer.Optimizer,
-    mesh: Mesh,
-    start: states.TrainState,
-    batches: list[Batch],
+    program: _Program, start: states.TrainState
 ) -> tuple[list[Mapping[str, float]], dict[str, Any], dict[str, Any]]:
     """Return the metrics of each update, and the last moments and weights by name."""
-    placed = states.state_shardings(mesh, cfg, tx)
-    update = step.make_train_step(cfg, tx, mesh, placed)
+    cfg, mesh, placed, update = program
     state, metrics = jax.device_put(start, placed), []
-    for batch in batches:
-        state, scalars = update(state, sharding.to_global(mesh, batch))
+    for seed in range(STEPS):
+        state, scalars = update(state, sharding.to_global(mesh, _batch(cfg, seed)))
         metrics.append({name: float(value) for name, value in scalars.items()})
     moments, weights = jax.device_get((state.opt_state.inner, state.params))
-    return metrics, _named(moments), _named(weights)
-
-
-def _named(tree: Any) -> dict[str, np.ndarray]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, np.float64)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-        if leaf.ndim
-    }
+    return metrics, named_leaves(moments), named_leaves(weights)
 
 
 def _errors(mine: Any, right: Any) -> tuple[dict[str, float], str]:
@@ -198,14 +245,7 @@ def _errors(mine: Any, right: Any) -> tuple[dict[str, float], str]:
     )
     errors, worst = {"loss": loss, "grad_norm": norm}, ("", 0.0)
     for name, tree, of in zip(("moments", "weights"), trees, right_trees, strict=True):
-        whole = np.linalg.norm([np.linalg.norm(leaf) for leaf in of.values()])
-        each = {
-            leaf: share(
-                float(np.linalg.norm(tree[leaf] - of[leaf])),
-                max(float(np.linalg.norm(of[leaf])), FLOOR * float(whole)),
-            )
-            for leaf in of
-        }
+        each = leaf_errors(tree, of)
         leaf = max(each, key=each.__getitem__, default="")
         errors[name] = each.get(leaf, 0.0)
         worst = max(worst, (leaf, errors[name]), key=lambda pair: pair[1])
@@ -215,12 +255,13 @@ def _errors(mine: Any, right: Any) -> tuple[dict[str, float], str]:
 def _batch(cfg: Config, seed: int) -> Batch:
     """Return random rows with padding at the end of some, and documents if the run masks them."""
     rng = np.random.default_rng(seed)
-    shape = MICRO_BATCHES, ROWS, LENGTH
+    shape = MICRO_BATCHES * ROWS, LENGTH
     tokens, targets = rng.integers(0, VOCAB, (2, *shape)).astype(np.int32)
     weights = (
-        np.arange(LENGTH) < rng.integers(LENGTH // 2, LENGTH + 1, shape[:2])[..., None]
+        np.arange(LENGTH) < rng.integers(LENGTH // 2, LENGTH + 1, shape[:1])[:, None]
     ).astype(np.float32)
-    if not cfg.data.document_mask:
-        return Batch(tokens, targets, weights)
-    segments, positions = random_documents(rng, shape)
-    return Batch(tokens, targets, weights, np.where(weights > 0, segments, 0), positions)
+    batch = Batch(tokens, targets, weights)
+    if cfg.data.document_mask:
+        segments, positions = random_documents(rng, shape)
+        batch = Batch(tokens, targets, weights, np.where(weights > 0, segments, 0), positions)
+    return jax.tree.map(lambda x: x.reshape(cfg.train.accum_steps, -1, LENGTH), batch)

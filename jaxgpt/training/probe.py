@@ -21,6 +21,7 @@ from jaxgpt.data.packing import Batch
 from jaxgpt.errors import NumericsError
 from jaxgpt.model import gpt
 from jaxgpt.parallel.xla_options import compile_with, of_dtype, preset
+from jaxgpt.training.comparison import leaf_errors, named_leaves, random_documents, share
 from jaxgpt.training.loss import chunk_tokens
 from jaxgpt.training.step import gradients
 
@@ -32,10 +33,6 @@ EXPERTS = 2
 # Share of a leaf's norm. In bfloat16 (8 bits) the twin's worst leaf is off by 1 to 2 %, and by
 # 6 % after ReLUs, whose kinks flip; the fault this was made for is off by 60 to 120 %.
 TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
-# A leaf whose gradient is nearly 0 by symmetry (a key bias shifts all scores of a query alike) is
-# all rounding: errors count against at least this share of the norm of all leaves. All others of
-# the twin have 2 % or more of it.
-FLOOR = 0.01
 
 
 @dataclass(frozen=True)
@@ -66,23 +63,17 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
     small = twin(cfg)
     with jax.default_device(device):
         batch = _batch(small)
-        params = gpt.init(small.model, jax.random.key(0))
+        # Compiled at once and in haste, it takes 0.7 s of a CPU; operation by operation 3.5 s.
+        hasty = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
+        init = jax.jit(functools.partial(gpt.init, small.model), compiler_options=hasty)
+        params = init(jax.random.key(0))
         tested = _run(cfg, small, dtype, options, params, batch)
         with jax.default_matmul_precision("highest"):
             trusted = of_dtype("float32", device.platform)
             reference = _run(cfg, small, "float32", trusted, params, batch)
     (grads, loss), (right_grads, right_loss) = tested, reference
     loss_error = share(abs(loss - right_loss), abs(right_loss))
-    norms = [float(np.linalg.norm(leaf)) for leaf in jax.tree.leaves(right_grads)]
-    floor = FLOOR * float(np.linalg.norm(norms))
-    errors = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): share(
-            float(np.linalg.norm(leaf - right)), max(norm, floor)
-        )
-        for (path, leaf), right, norm in zip(
-            jax.tree.leaves_with_path(grads), jax.tree.leaves(right_grads), norms, strict=True
-        )
-    }
+    errors = leaf_errors(named_leaves(grads), named_leaves(right_grads))
     leaf = max(errors, key=errors.__getitem__)
     probe = Probe(dtype, options, loss_error, leaf, errors[leaf], tolerance)
     if max(loss_error, errors[leaf]) > tolerance:
@@ -164,21 +155,3 @@ def _batch(small: Config) -> Batch:
     if not small.data.document_mask:
         return Batch(tokens, targets, weights)
     return Batch(tokens, targets, weights, *random_documents(rng, (A, B, T)))
-
-
-def random_documents(
-    rng: np.random.Generator, shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return segment ids and positions [..., T] of rows with about four documents each."""
-    T = shape[-1]
-    opens = rng.random(shape) < 4 / T
-    opens[..., 0] = True
-    index = np.arange(T, dtype=np.int32)
-    begins = np.maximum.accumulate(np.where(opens, index, 0), axis=-1)
-    return np.cumsum(opens, axis=-1, dtype=np.int32), (index - begins).astype(np.int32)
-
-
-def share(error: float, of: float) -> float:
-    """Return error / of; what is not finite is as wrong as can be."""
-    share = error / of if of > 0 else (0.0 if error == 0 else float("inf"))
-    return share if np.isfinite(share) else float("inf")

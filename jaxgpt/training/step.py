@@ -24,7 +24,7 @@ from jaxgpt.model import params as parameters
 from jaxgpt.model.attention import asked
 from jaxgpt.model.moe import RouterSums
 from jaxgpt.model.params import Params
-from jaxgpt.parallel.mesh import check_batch, check_model
+from jaxgpt.parallel.mesh import check_run
 from jaxgpt.parallel.sharding import Placement, batch_sharding, replicated
 from jaxgpt.parallel.xla_options import step_options
 from jaxgpt.training import routing
@@ -299,11 +299,10 @@ def make_train_step(cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: Tr
     """Return `train_step` compiled for a mesh: `(state, batch) -> (state, metrics)`.
 
     The state is donated: its buffers are reused and the argument is gone afterwards. `shardings`
-    is `state_shardings(...)`; batches come from `to_global`. Raises ConfigError if rows do not
-    divide.
+    is `state_shardings(...)`; batches come from `to_global`. Nothing compiles before the first
+    call. Raises ConfigError, with all reasons, unless model and batches divide over the mesh.
     """
-    check_batch(mesh, cfg.train.global_batch, cfg.train.micro_rows)
-    check_model(mesh.shape, cfg)
+    check_run(mesh, cfg)
     return jax.jit(
         functools.partial(train_step, cfg, optimizer, mesh=mesh),
         in_shardings=(shardings, batch_sharding(mesh)),
