@@ -177,6 +177,10 @@ def add_bench_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
     sub.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="of matmul inputs")
     sub.add_argument("--steps", type=whole(1), default=12, help="that are timed")
     sub.add_argument("--warm-up", type=whole(1), default=3, help="steps before them")
+    sub.add_argument("--against", metavar="COMMAND",
+                     help="a program that prints a JSON line with tokens_per_sec_median: take turns "
+                     "with it, and report the ratio")  # fmt: skip
+    sub.add_argument("--pairs", type=whole(1), default=3, help="with --against: turns of both")
 
 
 def add_hf_verbs(verb: Callable[..., Parser], parser: Parser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from typing import Any
 
 import jax
@@ -24,6 +25,15 @@ def of_step(args: argparse.Namespace) -> dict[str, Any]:
     from jaxgpt.bench import step
     from jaxgpt.runtime.devices import start_jax
 
+    if args.against:
+        from jaxgpt.bench.against import alternate
+
+        words = [f"--shape={args.shape}", f"--dtype={args.dtype}", f"--steps={args.steps}"]
+        own = [sys.executable, "-m", "jaxgpt.cli", "bench", "step", "--json", *words, *args.config]
+        result = alternate(own, args.against, args.pairs, say)
+        low, high = result["ratio_range"]
+        show(args, f"{result['ratio_median']:.3f} times as fast ({low:.3f} to {high:.3f})")
+        return result | {"shape": args.shape, "dtype": args.dtype, **versions()}
     cfg = shapes.load(args.shape, args.dtype, args.config)
     for line in start_jax(cfg).lines:
         say(line)
