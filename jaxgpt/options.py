@@ -178,7 +178,7 @@ def add_bench_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
     sub.add_argument("--steps", type=whole(1), default=12, help="that are timed")
     sub.add_argument("--warm-up", type=whole(1), default=3, help="steps before them")
     sub.add_argument("--against", metavar="COMMAND",
-                     help="a program that prints a JSON line with tokens_per_sec_median: take turns "
+                     help="program that prints a JSON line with tokens_per_sec_median: take turns "
                      "with it, and report the ratio")  # fmt: skip
     sub.add_argument("--pairs", type=whole(1), default=3, help="with --against: turns of both")
 

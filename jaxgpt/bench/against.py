@@ -49,7 +49,7 @@ def figure(command: Sequence[str]) -> float:
     """Run a program and return its figure; raises ConfigError, see `alternate`."""
     text = " ".join(command)
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise ConfigError(f"{text}: cannot be started: {error.strerror}") from None
     if done.returncode:
