@@ -151,6 +151,7 @@ def build_parser() -> Parser:
     sub.add_argument("--devices", type=int, choices=(2, 4, 8), default=8,
                      help="with --mesh: how many are simulated")  # fmt: skip
 
+    add_bench_verbs(verb, verbs.add_parser("bench", help="measure how fast the parts are here"))
     add_hf_verbs(verb, verbs.add_parser("hf", help="Hugging Face models in and out"))
     return parser
 
@@ -165,6 +166,21 @@ def add_plan_verb(verb: Callable[..., Parser], verbs: Any) -> None:
     sub.add_argument("--search", action="store_true",
                      help="find the fastest mesh, remat and micro-batch that fit")  # fmt: skip
     sub.add_argument("--write", metavar="FILE", help="write what --search found as a preset")
+
+
+def add_bench_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
+    """Add what `jaxgpt bench` can measure to its parser."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    sub = verb(actions, "step", "tokens per second of the train step alone", configured=True)
+    sub.add_argument("--shape", choices=("small", "gpt2"), default="small",
+                     help="6 layers of width 384, or GPT-2 124M; default: small")  # fmt: skip
+    sub.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="of matmul inputs")
+    sub.add_argument("--steps", type=whole(1), default=12, help="that are timed")
+    sub.add_argument("--warm-up", type=whole(1), default=3, help="steps before them")
+    sub.add_argument("--against", metavar="COMMAND",
+                     help="program that prints a JSON line with tokens_per_sec_median: take turns "
+                     "with it, and report the ratio")  # fmt: skip
+    sub.add_argument("--pairs", type=whole(1), default=3, help="with --against: turns of both")
 
 
 def add_hf_verbs(verb: Callable[..., Parser], parser: Parser) -> None:

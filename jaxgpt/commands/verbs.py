@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "data show": look,
         "data find": look,
         "doctor": examine,
+        "bench step": bench,
         "hf import": hugging_face,
         "hf export": hugging_face,
     }
@@ -76,6 +77,13 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
     from jaxgpt.commands.doctor import doctor
 
     return doctor(args)
+
+
+def bench(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure a part."""
+    from jaxgpt.commands.bench import bench
+
+    return bench(args)
 
 
 def hugging_face(args: argparse.Namespace) -> dict[str, Any]:
