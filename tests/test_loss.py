@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxgpt.config import MeshConfig
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import Placement
+from jaxgpt.parallel.xla_options import of_dtype
 from jaxgpt.planning.collectives import collectives
 from jaxgpt.training.loss import chunk_tokens, next_token_sums, token_losses
 
@@ -305,6 +306,29 @@ def test_gradients_of_float32_logits_agree_with_automatic_differentiation():
     assert float(value) == pytest.approx(float(right), rel=1e-6)
     for mine, other in zip(grads, right_grads, strict=True):
         assert np.linalg.norm(mine - other) <= 0.01 * np.linalg.norm(other)  # gradients in bfloat16
+
+
+def test_the_head_gradient_in_bfloat16_is_summed_over_chunks_in_float32():
+    """64 times the same chunk: float32 sums of one and the same gradient are 32 times that of 2."""
+    rng = np.random.default_rng(0)  # sizes at which XLA:CPU gives products to oneDNN
+    hidden = rng.normal(size=(1, 256, 128)).astype(np.float32)
+    head = rng.normal(size=(1024, 128)).astype(np.float32)
+    targets = rng.integers(0, 1024, (1, 256)).astype(np.int32)
+
+    @functools.partial(jax.jit, compiler_options=of_dtype("bfloat16", "cpu"))
+    def head_gradient(head: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        def total(head: jax.Array) -> jax.Array:
+            weights = jnp.ones(targets.shape)
+            options = {"dtype": jnp.bfloat16, "chunk": 256}
+            return next_token_sums(hidden, head, targets, weights, **options).total
+
+        return jax.grad(total)(head)
+
+    of_2, of_64 = (
+        np.asarray(head_gradient(head, np.tile(hidden, (1, n, 1)), np.tile(targets, (1, n))))
+        for n in (2, 64)
+    )
+    np.testing.assert_allclose(of_64, 32 * of_2, atol=1e-5 * np.abs(of_64).max())
 
 
 def test_token_losses_are_those_of_the_formula_and_zero_where_masked():

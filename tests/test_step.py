@@ -25,6 +25,7 @@ from jaxgpt.model import gpt
 from jaxgpt.model.params import Params, abstract, specs
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import to_global
+from jaxgpt.parallel.xla_options import of_dtype
 from jaxgpt.training.audit import rows_digest
 from jaxgpt.training.optimizer import build
 from jaxgpt.training.state import TrainState, abstract_state, state_shardings
@@ -412,7 +413,7 @@ def test_the_product_with_the_head_gives_the_dtype_asked_for(logits_dtype, name)
     cfg = config(compute_dtype="bfloat16", logits_dtype=logits_dtype)
     program = jax.make_jaxpr(functools.partial(logged_sums, cfg))
     text = str(program(random_params(cfg.model), rows(cfg)))
-    found = re.findall(r":(\w+)\[1,1,8,16,64\] = dot_general", text)  # 64 ids
+    found = re.findall(r":(\w+)\[1,1,128,64\] = dot_general", text)  # 8 x 16 tokens, 64 ids
     assert found == [name]
 
 
@@ -580,6 +581,30 @@ def test_eight_micro_batches_need_clearly_less_memory_than_one_batch():
     activations = big.temp_size_in_bytes - params
     assert activations > 4 * params  # or else this would show nothing
     assert small.temp_size_in_bytes < 2 * params + activations / 4
+
+
+def test_gradients_in_bfloat16_are_summed_over_micro_batches_in_float32():
+    """64 times the same rows: float32 sums of one and the same gradient are 64 times that."""
+
+    # Sizes at which XLA:CPU gives products to oneDNN.
+    model = dataclasses.replace(ONE_LAYER, embed_dim=128, mlp_dim=512, seq_len=128)
+
+    def of(times: int) -> Params:
+        cfg = config(model, global_batch=2 * times, micro_batch=2, compute_dtype="bfloat16")
+        once = rows_below_63(config(model, global_batch=2), seed=0)
+        batch = jax.tree.map(lambda x: np.repeat(x, times, axis=0), once)
+        options = of_dtype("bfloat16", "cpu")
+        summed = jax.jit(functools.partial(gradients, cfg), compiler_options=options)
+        return summed(random_params(cfg.model), batch, 0)[0]
+
+    once, often = of(1), of(64)
+    jax.tree.map(
+        lambda one, sum_: np.testing.assert_allclose(
+            sum_, 64 * np.asarray(one), atol=1e-5 * np.abs(one).max() * 64
+        ),
+        once,
+        often,
+    )
 
 
 def test_all_of_the_state_is_donated():

@@ -8,6 +8,7 @@ empty and no gradient is NaN. Softmax is float32; products are in q's dtype.
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 
 import jax
@@ -102,25 +103,91 @@ def weighted(
 
     `places` are the positions of the first query and of the first key in their row.
     """
-    B, K, G, t, H = q.shape
-    # Products of plain matrices, the queries of a group below each other: with G and t apart,
-    # XLA:CPU transposes for dK and dV, and 4 of 16 products of two layers miss oneDNN.
-    q = (q * jnp.asarray(scale or H**-0.5, q.dtype)).reshape(B, K, G * t, H)
-    scores = jnp.einsum("bkrh,bksh->bkrs", q, k).astype(jnp.float32)
-    scores = scores.reshape(B, K, G, t, -1)
+    if not softcap and not dropout:
+        return _plain(scale or q.shape[-1] ** -0.5, q, k, v, visible)
+    weights, total = _weights(scale, softcap, q, k, visible)
+    if dropout:
+        t, s = weights.shape[-2:]
+        positions = places[0] + jnp.arange(t), places[1] + jnp.arange(s)
+        heads = weights.shape[1] * weights.shape[2]
+        kept = keep(dropout, draws, heads, *positions).reshape(weights.shape)
+        weights = jnp.where(kept, weights / (1 - dropout), 0.0)
+    return _values(weights.astype(v.dtype), total, v)
+
+
+def _weights(
+    scale: float, softcap: float, q: Array, k: Array, visible: Array
+) -> tuple[Array, Array]:
+    """Return exp(scores - their maximum) [B, K, G, t, s] and its sums [B, K, G, t, 1], float32."""
+    scale = jnp.asarray(scale or q.shape[-1] ** -0.5, q.dtype)
+    scores = _by_rows("bkrh,bksh->bkrs", q * scale, k).astype(jnp.float32)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, MASKED)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    total = weights.sum(-1, keepdims=True)
-    if dropout:
-        positions = places[0] + jnp.arange(t), places[1] + jnp.arange(k.shape[2])
-        kept = keep(dropout, draws, K * G, *positions).reshape(weights.shape)
-        weights = jnp.where(kept, weights / (1 - dropout), 0.0)
+    return weights, weights.sum(-1, keepdims=True)
+
+
+def _values(weights: Array, total: Array, v: Array) -> Array:
+    """Return the sum of v [B, K, s, H] by weights [B, K, G, t, s], which sum to `total`."""
+    out = _by_rows("bkrs,bksh->bkrh", weights, v)
     # Dividing after the product touches [t, H] instead of [t, s] numbers.
-    weights = weights.astype(v.dtype).reshape(B, K, G * t, -1)
-    out = jnp.einsum("bkrs,bksh->bkrh", weights, v).reshape(B, K, G, t, H)
     return (out.astype(jnp.float32) / total).astype(v.dtype)
+
+
+def _by_rows(subscripts: str, x: Array, y: Array) -> Array:
+    """Return `einsum` of x [B, K, G, t, ...], the queries of a group below each other, and y.
+
+    Products of plain matrices: with G and t apart, XLA:CPU transposes for dK and dV, and 4 of 16
+    products of two layers miss oneDNN.
+    """
+    B, K, G, t, last = x.shape
+    return jnp.einsum(subscripts, x.reshape(B, K, G * t, last), y).reshape(B, K, G, t, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _plain(scale: float, q: Array, k: Array, v: Array, visible: Array) -> Array:
+    """Return `weighted` without cap and dropout.
+
+    Differentiated by hand: the backward pass needs neither the mask nor float32 weights, which
+    would be a sixth of all memory of a small GPT in bfloat16.
+    """
+    weights, total = _weights(scale, 0.0, q, k, visible)
+    return _values(weights.astype(v.dtype), total, v)
+
+
+def _plain_forward(
+    scale: float, q: Array, k: Array, v: Array, visible: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    weights, total = _weights(scale, 0.0, q, k, visible)
+    weights = weights.astype(v.dtype)
+    out = _values(weights, total, v)
+    return out, (q, k, v, weights, total, out)
+
+
+def _plain_backward(
+    scale: float, saved: tuple[Array, ...], grad: Array
+) -> tuple[Array | None, ...]:
+    q, k, v, weights, total, out = saved
+    wide = grad.astype(jnp.float32)
+    share = (wide / total).astype(v.dtype)  # weights are not divided: the gradient is
+    of_total = (wide * out.astype(jnp.float32)).sum(-1, keepdims=True) / total
+    dv = _by_rows_transposed(weights, share)
+    of_weights = _by_rows("bkrh,bksh->bkrs", share, v).astype(jnp.float32)
+    of_scores = (weights.astype(jnp.float32) * (of_weights - of_total)).astype(q.dtype)
+    scale = jnp.asarray(scale, q.dtype)
+    dq = _by_rows("bkrs,bksh->bkrh", of_scores, k) * scale
+    return dq, _by_rows_transposed(of_scores, q * scale), dv, None
+
+
+def _by_rows_transposed(x: Array, y: Array) -> Array:
+    """Return x^T y [B, K, s, H] of x [B, K, G, t, s] and y [B, K, G, t, H], summed over G and t."""
+    B, K, G, t, _ = x.shape
+    x, y = x.reshape(B, K, G * t, -1), y.reshape(B, K, G * t, -1)
+    return jnp.einsum("bkrs,bkrh->bksh", x, y)
+
+
+_plain.defvjp(_plain_forward, _plain_backward)
 
 
 def by_head(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:

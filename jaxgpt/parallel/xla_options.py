@@ -20,6 +20,8 @@ from jaxgpt.parallel.mesh import platform as platform_of
 
 Value = bool | int | float | str
 ONEDNN = "xla_cpu_experimental_onednn_custom_call"
+YNN = "xla_cpu_experimental_ynn_fusion_type"
+YNN_REPLACES = jax.__version_info__ >= (0, 12)  # before, its absence makes products slower
 
 
 class Option(NamedTuple):
@@ -75,13 +77,16 @@ def of_dtype(compute_dtype: DTypeLike, platform: str) -> dict[str, Value]:
     """Return the options that products in this dtype need to be fast, and right.
 
     On CPU, JAX 0.12 leaves weight gradients in bfloat16 to a float32 kernel, and sends them to
-    oneDNN (twice as fast) with this option. In float32 the same option gave wrong gradients of
-    attention (JAX 0.12.0.1), so there it is turned off even if XLA_FLAGS has it. JAX 0.10
-    accepts it without effect.
+    oneDNN (twice as fast) with the first option; with the second, which leaves YNNPACK nothing but
+    reductions, oneDNN has all the other products as well: a step of GPT-2 124M takes 0.9 of the
+    time. In float32 the first gave wrong gradients of attention (JAX 0.12.0.1), so there it is
+    turned off even if XLA_FLAGS has it. JAX 0.10 accepts it without effect.
     """
     if platform != "cpu":
         return {}
-    return {ONEDNN: jnp.dtype(compute_dtype) == jnp.bfloat16}
+    if jnp.dtype(compute_dtype) != jnp.bfloat16:
+        return {ONEDNN: False}
+    return {ONEDNN: True} | ({YNN: "LIBRARY_FUSION_TYPE_REDUCE"} if YNN_REPLACES else {})
 
 
 def step_options(

@@ -1,10 +1,10 @@
 """Next-token cross-entropy as (sum, weight) pairs, without ever holding all the logits.
 
-The hidden states [B, T, D] are cut along T into chunks. While the loss of a chunk is computed, its
-logits [tokens, V] also give the gradients of its hidden states and of the head, which the backward
-pass only scales: no logits are stored and none are computed twice. Products take `dtype` and give
-it (logits also float32); softmax, sums and the accumulated head gradient are float32. Masks select,
-they never multiply.
+The tokens of hidden states [B, T, D] are cut into chunks. While the loss of a chunk is computed,
+its logits [tokens, V] also give the gradients of its hidden states and of the head, which the
+backward pass only scales: no logits are stored and none are computed twice. Products take `dtype`
+and give it (logits also float32); softmax, sums and the accumulated head gradient are float32.
+Masks select, they never multiply.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Options(NamedTuple):
     softcap: float
     dtype: Any
     logits_dtype: Any  # of their product; they are float32 from there on
-    chunk: int  # positions (of T) per chunk
+    chunk: int  # tokens per chunk of a device
     shards: Shards
     rows: str  # logical name of the axis of rows
 
@@ -88,7 +88,7 @@ def next_token_sums(
         softcap=float(softcap),
         dtype=jnp.dtype(dtype),
         logits_dtype=jnp.dtype(logits_dtype or dtype),
-        chunk=_positions(hidden.shape, head.shape[0], chunk, shards, rows),
+        chunk=_tokens(hidden.shape, head.shape[0], chunk, shards, rows),
         shards=shards,
         rows=rows,
     )
@@ -126,7 +126,7 @@ def token_losses(
         softcap=float(softcap),
         dtype=jnp.dtype(dtype),
         logits_dtype=jnp.dtype(logits_dtype or dtype),
-        chunk=_positions(hidden.shape, head.shape[0], chunk, shards, "batch"),
+        chunk=_tokens(hidden.shape, head.shape[0], chunk, shards, "batch"),
         shards=shards,
         rows="batch",
     )
@@ -151,14 +151,14 @@ def chunk_tokens(vocab_size: int, platform: str) -> int:
     return max(least, mebibytes * 2**20 // (4 * vocab_size))
 
 
-def _positions(
+def _tokens(
     shape: tuple[int, ...], vocab_size: int, chunk: int | None, shards: Shards, rows: str
 ) -> int:
-    """Return the positions per chunk of a device's part of [B, T, D]; the chunks nearly equal."""
+    """Return the tokens per chunk of a device's part of [B, T, D]; the chunks nearly equal."""
     S, C = _parts(shape, shards, rows)
-    B, T = shape[0] // S, shape[1] // C
-    most = max(1, (chunk or chunk_tokens(vocab_size, shards.platform)) // B)
-    return -(-T // -(-T // most))
+    tokens = shape[0] // S * (shape[1] // C)
+    most = chunk or chunk_tokens(vocab_size, shards.platform)
+    return -(-tokens // -(-tokens // most))
 
 
 def _parts(shape: tuple[int, ...], shards: Shards, rows: str) -> tuple[int, int]:
@@ -229,17 +229,12 @@ def _chunked_forward(
         (sums, head_grad), (h, t, w) = carry, part
         logits, raw = _logits(h, cast, opt)
         sums = _add(sums, _sums(logits, t, w, opt))
-        lse = _logsumexp(logits)
-        one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == t[..., None]
-        scale = 1.0 + 2.0 * opt.z_loss * lse if opt.z_loss else 1.0
-        wanted = jnp.where(one_hot, 1.0 - opt.smoothing, 0.0) + opt.smoothing / logits.shape[-1]
-        grad = w[..., None] * (jnp.exp(logits - lse) * scale - wanted)
-        if opt.softcap:
-            grad = grad * (1.0 - jnp.square(jnp.tanh(raw / opt.softcap)))
-        grad = grad.astype(opt.dtype)  # [S, C, b, t, V]
+        grad = _logits_grad(logits, raw, t, w, opt).astype(opt.dtype)  # [S, C, n, V]
         h_grad = jnp.einsum("...v,vd->...d", grad, cast)
-        # A partial sum per shard of the tokens: devices meet once, after the last chunk.
-        head_grad = head_grad + jnp.einsum("scbtv,scbtd->scvd", grad, h).astype(jnp.float32)
+        # A partial sum per shard of the tokens: devices meet once, after the last chunk. Behind a
+        # barrier: XLA:CPU would hand the sum to oneDNN's product, rounded to the product's dtype.
+        part = jax.lax.optimization_barrier(jnp.einsum("scnv,scnd->scvd", grad, h))
+        head_grad = head_grad + part.astype(jnp.float32)
         return (sums, _place(head_grad, opt, PARTIAL)), h_grad
 
     start = _place(jnp.zeros((*h.shape[:2], *head.shape), jnp.float32), opt, PARTIAL)
@@ -247,6 +242,23 @@ def _chunked_forward(
     h_grad = _join(h_grad, hidden.shape).astype(hidden.dtype)
     head_grad = _sum_shards(head_grad, opt)
     return sums, (h_grad, head_grad.astype(head.dtype))
+
+
+def _logits_grad(logits: Array, raw: Array, t: Array, w: Array, opt: _Options) -> Array:
+    """Return the gradient of `_sums`' total, float32 [..., V], at the logits before the cap."""
+    top = logits.max(-1, keepdims=True)
+    powers = jnp.exp(logits - top)  # once for sum and gradient: it costs more than all the rest
+    total = powers.sum(-1, keepdims=True)
+    scale = w[..., None]
+    share = scale / total
+    if opt.z_loss:
+        share = share * (1.0 + 2.0 * opt.z_loss * (top + jnp.log(total)))
+    one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == t[..., None]
+    wanted = jnp.where(one_hot, 1.0 - opt.smoothing, 0.0) + opt.smoothing / logits.shape[-1]
+    grad = powers * share - scale * wanted
+    if opt.softcap:
+        grad = grad * (1.0 - jnp.square(jnp.tanh(raw / opt.softcap)))
+    return grad
 
 
 def _chunked_backward(
@@ -263,16 +275,16 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 def _prepare(
     hidden: Array, head: Array, targets: Array, weights: Array, opt: _Options
 ) -> tuple[Array, Array, Array, Array]:
-    """Cast once, gather the head over fsdp once, and show the devices' parts: [S, C, b, t, ...].
+    """Cast once, gather the head over fsdp once, and show the devices' parts: [S, C, n, ...].
 
-    S are the shards of the rows, C those of a row.
+    S are the shards of the rows, C those of a row, n the tokens of each.
     """
     S, C = _parts(hidden.shape, opt.shards, opt.rows)
 
     def split(x: Array) -> Array:
         B, T, *rest = x.shape
         x = x.reshape(S, B // S, C, T // C, *rest).swapaxes(1, 2)  # [S, C, b, t, ...]
-        return _place(x, opt, (None,) * (x.ndim - 2))
+        return _place(x.reshape(S, C, -1, *rest), opt, (None,) * (1 + len(rest)))
 
     head = opt.shards.constrain(head.astype(opt.dtype), PARTIAL)
     return split(hidden.astype(opt.dtype)), head, split(targets), split(weights)
@@ -294,8 +306,9 @@ def _sum_shards(partial: Array, opt: _Options) -> Array:
 
 
 def _join(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return [S, C, b, t, ...] as `shape`, which is [B, T, ...]."""
-    return x.swapaxes(1, 2).reshape(shape)
+    """Return [S, C, n, ...] as `shape`, which is [B, T, ...]."""
+    S, C, _, *rest = x.shape
+    return x.reshape(S, C, shape[0] // S, -1, *rest).swapaxes(1, 2).reshape(shape)
 
 
 def _place(x: Array, opt: _Options, names: tuple[str | None, ...]) -> Array:
@@ -308,15 +321,15 @@ def _add(sums: tuple[Array, ...], more: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def _scan(body: Any, carry: Any, arrays: tuple[Array, ...], chunk: int) -> tuple[Any, Any]:
-    """Scan `body` over chunks of T, and join what it puts out along T; a rest is a last call.
+    """Scan `body` over chunks of n, and join what it puts out along n; a rest is a last call.
 
-    arrays: hidden [..., T, D], targets [..., T], and perhaps weights [..., T].
+    arrays: hidden [..., n, D], targets [..., n], and perhaps weights [..., n].
     """
     axis = arrays[1].ndim - 1
-    T = arrays[1].shape[axis]
-    if chunk >= T:
+    n = arrays[1].shape[axis]
+    if chunk >= n:
         return body(carry, arrays)
-    count = T // chunk
+    count = n // chunk
 
     def cut(x: Array) -> Array:
         x = jax.lax.slice_in_dim(x, 0, count * chunk, axis=axis)
@@ -327,8 +340,8 @@ def _scan(body: Any, carry: Any, arrays: tuple[Array, ...], chunk: int) -> tuple
     if out is not None:
         out = jnp.moveaxis(out, 0, axis)
         out = out.reshape(*out.shape[:axis], count * chunk, *out.shape[axis + 2 :])
-    if count * chunk < T:
-        rest = tuple(jax.lax.slice_in_dim(x, count * chunk, T, axis=axis) for x in arrays)
+    if count * chunk < n:
+        rest = tuple(jax.lax.slice_in_dim(x, count * chunk, n, axis=axis) for x in arrays)
         carry, last = body(carry, rest)
         out = None if out is None else jnp.concatenate([out, last], axis=axis)
     return carry, out

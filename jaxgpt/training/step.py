@@ -128,7 +128,11 @@ def gradients(
         )
 
     def body(carry: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
-        return jax.tree.map(lambda total, new: total + new, carry, one(*part)), None
+        new = one(*part)
+        if shards.platform == "cpu":
+            # Else XLA hands the sum to oneDNN's product, rounded to bfloat16: it adds up in 8 bits.
+            new = jax.lax.optimization_barrier(new)
+        return jax.tree.map(lambda total, new: total + new, carry, new), None
 
     # float32 sums whatever the parameters' dtype; they start as zeros, not as a first micro-batch
     # outside of the loop, which would compile the model twice.
