@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxgpt import __version__, config
+from jaxgpt.bench_options import add_bench_verbs
 from jaxgpt.errors import ConfigError
+from jaxgpt.option_types import share, whole
 from jaxgpt.toml_values import type_name
 from jaxgpt.validation import MAX_SEED
 
@@ -18,28 +20,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message} (see {self.prog} --help)")
-
-
-def whole(lowest: int, highest: int | None = None) -> Callable[[str], int]:
-    """Return a converter of words to whole numbers within the bounds, for `add_argument`."""
-
-    def convert(word: str) -> int:
-        number = int(word)
-        if number < lowest or highest is not None and number > highest:
-            rule = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
-            raise argparse.ArgumentTypeError(f"{number}: must be {rule}")
-        return number
-
-    convert.__name__ = "whole number"  # argparse names it where int() refuses a word
-    return convert
-
-
-def share(word: str) -> tuple[int, int]:
-    """Return (i, n) of `I/N`, for `add_argument`."""
-    number, slash, count = word.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{word}: must be I/N with I from 1 to N, as in 2/8")
-    return int(number), int(count)
 
 
 def fields_help() -> str:
@@ -166,21 +146,6 @@ def add_plan_verb(verb: Callable[..., Parser], verbs: Any) -> None:
     sub.add_argument("--search", action="store_true",
                      help="find the fastest mesh, remat and micro-batch that fit")  # fmt: skip
     sub.add_argument("--write", metavar="FILE", help="write what --search found as a preset")
-
-
-def add_bench_verbs(verb: Callable[..., Parser], parser: Parser) -> None:
-    """Add what `jaxgpt bench` can measure to its parser."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    sub = verb(actions, "step", "tokens per second of the train step alone", configured=True)
-    sub.add_argument("--shape", choices=("small", "gpt2"), default="small",
-                     help="6 layers of width 384, or GPT-2 124M; default: small")  # fmt: skip
-    sub.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="of matmul inputs")
-    sub.add_argument("--steps", type=whole(1), default=12, help="that are timed")
-    sub.add_argument("--warm-up", type=whole(1), default=3, help="steps before them")
-    sub.add_argument("--against", metavar="COMMAND",
-                     help="program that prints a JSON line with tokens_per_sec_median: take turns "
-                     "with it, and report the ratio")  # fmt: skip
-    sub.add_argument("--pairs", type=whole(1), default=3, help="with --against: turns of both")
 
 
 def add_hf_verbs(verb: Callable[..., Parser], parser: Parser) -> None:

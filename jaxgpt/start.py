@@ -31,9 +31,11 @@ from jaxgpt.parallel.agreement import check_agreement, configuration, program_di
 from jaxgpt.parallel.mesh import in_words
 from jaxgpt.parallel.xla_options import compile_with
 from jaxgpt.runtime import store
+from jaxgpt.runtime.memory import give_back
 from jaxgpt.runtime.processor import cores_key, cpu_key
 from jaxgpt.runtime.watchdog import LIMITS
 from jaxgpt.tokenization.tokenizer import Tokenizer
+from jaxgpt.training import probe_memory
 from jaxgpt.training.probe import Probe, probe_gradients
 from jaxgpt.training.state import TrainState
 from jaxgpt.training.step import logits_dtype
@@ -203,7 +205,9 @@ def compile_step(cfg: Config, train_step: Any, state: TrainState, batch: Batch) 
         return {"program of the step": program_digest(lowered)}
 
     check_agreement("program", program, LIMITS["compile"])
-    return compile_with(lowered, cfg.train.xla_options)
+    compiled = compile_with(lowered, cfg.train.xla_options)
+    give_back()
+    return compiled
 
 
 def check_gradients(cfg: Config) -> str:
@@ -211,11 +215,17 @@ def check_gradients(cfg: Config) -> str:
 
     Devices are the same everywhere by now, processors need not be: of several processes the first
     on each kind of processor checks, and the others compile meanwhile. What it finds ends them all.
+    Where an earlier start has found the same program right, it is not computed again.
     """
     first = _of_all("kinds of processors", cpu_key()).index(cpu_key())
     if first != store.process_index():
         return f"gradients are checked by process {first}"
-    return describe_probe(probe_gradients(cfg))
+    known = probe_memory.recall(cfg, cpu_key())
+    if known:
+        return f"{describe_probe(known)} (found at an earlier start)"
+    probe = probe_gradients(cfg)
+    probe_memory.remember(cfg, cpu_key(), probe)
+    return describe_probe(probe)
 
 
 def num_processors() -> int:

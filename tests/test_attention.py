@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,13 +130,25 @@ def test_a_token_that_sees_only_itself_gets_its_own_value(impl):
     np.testing.assert_array_equal(attend(q, k, v, window=1, impl=impl), v)
 
 
+def products(function: Callable[..., jax.Array], *arrays: Any) -> list[tuple[int, ...]]:
+    """Return the last two axes of each matrix product of a function, also of the nested ones."""
+
+    def of(jaxpr: Any) -> list[tuple[int, ...]]:
+        found = []
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                found.append(equation.outvars[0].aval.shape[-2:])
+            inner = [getattr(value, "jaxpr", None) for value in equation.params.values()]
+            found += sum(map(of, filter(None, inner)), [])
+        return found
+
+    return of(jax.make_jaxpr(function)(*arrays).jaxpr)
+
+
 @pytest.mark.parametrize("window", [0, 64])
 def test_blocks_do_no_work_above_the_diagonal_or_left_of_the_window(window):
     shapes = [jax.ShapeDtypeStruct((1, 4 * BLOCK, 1, H), jnp.float32)] * 3
-    equations = jax.make_jaxpr(lambda *x: attention.attend(*x, window=window, impl="blocks"))(
-        *shapes
-    ).eqns
-    scores = [e.outvars[0].aval.shape[-2:] for e in equations if e.primitive.name == "dot_general"]
+    scores = products(lambda *x: attention.attend(*x, window=window, impl="blocks"), *shapes)
     pairs = sum(rows * keys for rows, keys in scores if keys != H)
     blocks = [BLOCK * i for i in range(1, 5)] if not window else [BLOCK] + [BLOCK + 63] * 3
     assert pairs == BLOCK * sum(blocks)
@@ -142,8 +156,7 @@ def test_blocks_do_no_work_above_the_diagonal_or_left_of_the_window(window):
 
 def test_long_rows_have_at_most_32_blocks():
     shapes = [jax.ShapeDtypeStruct((1, 100 * BLOCK, 1, H), jnp.float32)] * 3
-    equations = jax.make_jaxpr(lambda *x: attention.attend(*x, impl="blocks"))(*shapes).eqns
-    assert sum(e.primitive.name == "dot_general" for e in equations) == 2 * 32
+    assert len(products(lambda *x: attention.attend(*x, impl="blocks"), *shapes)) == 2 * 32
 
 
 def test_bfloat16_inputs_give_bfloat16_near_the_float32_values():
@@ -332,7 +345,21 @@ def test_cached_attention_of_unequal_positions_equals_the_naive_rows(options):
     queries = jnp.take_along_axis(q, positions[..., None, None], axis=1)
     # Slots beyond a query's position hold other numbers than the row would.
     later = np.arange(30)[None, :] > np.asarray(positions[:, -1:])
-    k_slots, v_slots = (jnp.where(later[..., None, None], 50.0, x) for x in (k, v))
+    k_slots, v_slots = (
+        jnp.where(later[..., None, None], 50.0, x).swapaxes(1, 2) for x in (k, v)
+    )  # fmt: skip
     right = jnp.take_along_axis(naive(q, k, v, **options), positions[..., None, None], axis=1)
     out = attend_cached(queries, k_slots, v_slots, positions, **options)
     np.testing.assert_allclose(out, right, atol=1e-6)
+
+
+def test_cached_attention_of_one_query_per_row_in_bfloat16_is_that_of_float32_rounded():
+    q, k, v = inputs((4, 4), length=30)
+    positions = jnp.asarray([[11], [3]])
+    at = positions[..., None, None]
+    right = jnp.take_along_axis(naive(q, k, v), at, axis=1)
+    queries = jnp.take_along_axis(q, at, axis=1).astype(jnp.bfloat16)
+    k_slots, v_slots = (x.swapaxes(1, 2).astype(jnp.bfloat16) for x in (k, v))
+    out = attend_cached(queries, k_slots, v_slots, positions)
+    assert out.shape == right.shape and out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(out), right, atol=0.03)  # of values up to 3

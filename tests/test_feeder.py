@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from jaxgpt.data import feeder
 from jaxgpt.data.feeder import BatchStream
 from jaxgpt.data.packing import Batch
 from jaxgpt.errors import StorageError
@@ -25,14 +26,14 @@ from jaxgpt.data.packing import Batch
 
 reading = threading.Event()
 
-def batch_of(number):
-    return (np.full((1, 2), number, np.int32),)
+def batches_from(first, count):
+    return (np.arange(first, first + count, dtype=np.int32).repeat(2).reshape(count, 1, 2),)
 
-def hang(number):
+def hang(first, count):
     reading.set()
     time.sleep(600)
 
-def fail(number):
+def fail(first, count):
     raise OSError("disk on fire")
 
 def open_stream(read):
@@ -47,7 +48,8 @@ def leave():
 PROGRAMS = {
     "by an error of a reader, beside streams that ended or were left in the middle": (
         """
-ended, middle, failing = open_stream(batch_of), open_stream(batch_of), open_stream(fail)
+ended, middle = open_stream(batches_from), open_stream(batches_from)
+failing = open_stream(fail)
 for _ in ended: pass
 next(middle)
 leave()
@@ -108,19 +110,25 @@ def test_a_process_is_gone_within_seconds_of_leaving(exits, name):
         assert errors.endswith("OSError: disk on fire\nbatch 0\n")
 
 
-def make(read, num_batches: int = 5, prefetch: int = 2) -> BatchStream:
+def make(read, num_batches: int = 5, prefetch: int = 2, size: int = 2) -> BatchStream:
+    """Return the stream of the batches that `read` makes one by one."""
+
+    def read_group(first: int, count: int) -> tuple[np.ndarray, ...]:
+        batches = [read(number) for number in range(first, first + count)]
+        return tuple(map(np.stack, zip(*batches, strict=True)))
+
     return BatchStream(
-        read,
+        read_group,
         lambda arrays: Batch(arrays[0], arrays[0], arrays[0]),
         lambda number: f"batch {number}",
-        layout=[(np.int32, (1, 2))],
+        layout=[(np.int32, (1, size))],
         num_batches=num_batches,
         prefetch=prefetch,
     )
 
 
-def batch_of(number: int) -> tuple[np.ndarray]:
-    return (np.full((1, 2), number, np.int32),)
+def batch_of(number: int, size: int = 2) -> tuple[np.ndarray]:
+    return (np.full((1, size), number, np.int32),)
 
 
 def test_batches_come_in_order_whatever_the_readers_take(monkeypatch):
@@ -134,6 +142,33 @@ def test_batches_come_in_order_whatever_the_readers_take(monkeypatch):
     with make(slow, num_batches=40) as stream:
         assert [int(batch.tokens[0, 0]) for batch in stream] == list(range(40))
         assert list(stream) == []  # the end stays the end
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 8, 64])
+def test_batches_are_read_in_groups_that_follow_each_other_after_a_first_one(prefetch):
+    groups = []
+
+    def read(first: int, count: int) -> tuple[np.ndarray]:
+        groups.append((first, count))
+        return (np.arange(first, first + count).astype(np.int32).reshape(count, 1, 1),)
+
+    for num_batches in (0, 1, 2, 33):
+        groups.clear()
+        with BatchStream(
+            read,
+            lambda arrays: Batch(arrays[0], arrays[0], arrays[0]),
+            str,
+            layout=[(np.int32, (1, 1))],
+            num_batches=num_batches,
+            prefetch=prefetch,
+        ) as stream:
+            got = [batch.tokens.tolist() for batch in stream]
+        assert got == [[[number]] for number in range(num_batches)]
+        assert [n for first, count in groups for n in range(first, first + count)] == list(
+            range(num_batches)
+        )
+        assert groups[:1] == [(0, 1)][:num_batches]
+        assert max((count for _, count in groups), default=0) <= min(16, 2 * prefetch)
 
 
 def test_an_error_keeps_its_type_and_text_and_says_where(monkeypatch):
@@ -185,13 +220,14 @@ def test_no_more_batches_are_read_ahead_than_asked_for():
 
     def note(number: int) -> tuple[np.ndarray]:
         read.append(number)
-        return batch_of(number)
+        return batch_of(number, size)
 
-    with make(note, num_batches=1000, prefetch=2) as stream:
+    size = feeder.GROUP_BYTES // 8  # in int32, half of what may be read at once
+    with make(note, num_batches=1000, prefetch=2, size=size) as stream:
         next(stream)
         time.sleep(0.5)
         ahead = len(read)
-    # 1 taken, 1 in the queue, 1 in the hand of the feeder, 2 prefetched, 4 in the map
+    # In pairs: 1 taken, 1 in the queue, 1 in the hand of the feeder, 1 prefetched, 1 in the map.
     assert 1 <= ahead <= 9
 
 

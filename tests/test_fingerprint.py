@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.checkpoint.fingerprint import collect, dispatch, named_leaves, tree_fingerprints
+from jaxgpt.checkpoint.fingerprint import collect, dispatch, hold, named_leaves, tree_fingerprints
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "uint8", "int16", "bool"]
 
@@ -115,6 +115,20 @@ def test_values_may_be_donated_once_the_computation_has_started():
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     assert x.is_deleted()
     assert collect(started)[0] == {"x": number}
+
+
+def test_values_that_are_held_may_be_donated():
+    mesh = jax.make_mesh((8,), ("a",))
+    x, y = jnp.arange(1000.0), jax.device_put(jnp.arange(8), NamedSharding(mesh, P("a")))
+    number = reference(np.arange(1000, dtype=np.float32))
+    right = {"x": number, "y": reference(np.arange(8, dtype=np.int32))}
+    started = hold({"x": x, "y": y, "empty": jnp.zeros(0)})
+    later = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(later))
+    del x
+    numbers, finite = collect(started)
+    assert numbers == right | {"empty": 0} and finite
+    assert not collect(hold({"x": jnp.array([1.0, np.inf])}))[1]
 
 
 def test_leaves_are_named_by_their_path():

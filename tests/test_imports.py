@@ -37,8 +37,11 @@ MAY_IMPORT["interop"] = MAY_IMPORT["evaluation"] | {"evaluation", "run_folder"}
 MAY_IMPORT["start"] = MAY_IMPORT["evaluation"] | {"evaluation"}
 MAY_IMPORT["run_folder"] = DATA | {"training", "checkpoint"}
 MAY_IMPORT["train"] = set(MAY_IMPORT) - {"corpus"}
-MAY_IMPORT["commands"] = set(MAY_IMPORT)
-MAY_IMPORT["options"] = BASE
+MAY_IMPORT["bench"] = set(MAY_IMPORT)
+MAY_IMPORT["commands"] = set(MAY_IMPORT)  # and nothing else: what is measured knows of no bench
+MAY_IMPORT["option_types"] = set()
+MAY_IMPORT["bench_options"] = {"option_types"}
+MAY_IMPORT["options"] = BASE | {"option_types", "bench_options"}
 MAY_IMPORT["cli"] = BASE | {"options", "commands", "runtime"}
 ONLY_IN = {
     "tensorflow": {"data", "corpus/tfds_source.py"},
@@ -47,7 +50,8 @@ ONLY_IN = {
     "tokenizers": {"tokenization/hf_engine.py"},
     "safetensors": {"interop"},
     "transformers": {"interop/verify.py"},
-    "torch": {"interop/verify.py"},
+    "torch": {"interop/verify.py", "bench/torch_step.py"},
+    "PIL": {"bench/chart.py"},
     "tiktoken": {"tokenization/tiktoken_engine.py"},
     "pyarrow": {"corpus"},
     "fsspec": {"corpus/remote.py"},

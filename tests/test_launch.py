@@ -127,3 +127,47 @@ def test_an_environment_is_made_once_and_only_missing_extras_are_added(tmp_path)
         assert result.returncode == 0, result.stderr
     asked = [line.split(" -e ")[1] for line in (made / "asked").read_text().splitlines()]
     assert asked == [".", ".[dev]"]
+
+
+def python_that(path: Path, *, cuda: bool, jax: bool = True) -> Path:
+    """An interpreter that has JAX or not, with a GPU or not, and else prints its arguments."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "#!/bin/sh\n"
+        f'case "$2" in *cuda*) exit {0 if cuda else 1};; import*) exit {0 if jax else 1};; esac\n'
+        'case "$1" in --version) echo fake;; *) echo "$0 $*";; esac\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def gpu_check(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run the copy of the GPU check that lies in a folder of its own, without a .venv."""
+    (folder / "launch").mkdir()
+    script = folder / "launch/gpu_check.sh"
+    script.write_text((ROOT / "launch/gpu_check.sh").read_text())
+    path = f"{folder}/bin:/usr/bin:/bin"
+    return subprocess.run(
+        ["bash", script, *words], env={"PATH": path, **environment}, capture_output=True, text=True
+    )
+
+
+def test_the_gpu_check_takes_the_python_that_has_a_gpu(tmp_path):
+    python_that(tmp_path / "bin/python3", cuda=False)
+    wanted = python_that(tmp_path / "bin/python", cuda=True)
+    done = gpu_check(tmp_path, "--out", "here")
+    assert done.stdout == f"{wanted} -m jaxgpt.cli bench gpu --out here\n", done.stderr
+
+
+def test_the_gpu_check_is_tried_with_a_python_without_a_gpu(tmp_path):
+    wanted = python_that(tmp_path / "own/python", cuda=False)
+    done = gpu_check(tmp_path, "--platform", "cpu", JAXGPT_PYTHON=str(wanted))
+    assert done.stdout == f"{wanted} -m jaxgpt.cli bench gpu --platform cpu\n", done.stderr
+
+
+def test_the_gpu_check_without_jax_is_one_line(tmp_path):
+    python_that(tmp_path / "bin/python3", cuda=False, jax=False)
+    python_that(tmp_path / "bin/python", cuda=False, jax=False)
+    done = gpu_check(tmp_path)
+    assert done.returncode == 64 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "JAXGPT_PYTHON" in done.stderr

@@ -13,6 +13,7 @@ from jaxgpt.config import Config, DataConfig, TrainConfig
 from jaxgpt.errors import NumericsError
 from jaxgpt.model import blocks
 from jaxgpt.parallel.xla_options import of_dtype
+from jaxgpt.training import probe as probing
 from jaxgpt.training.probe import probe_gradients, twin
 
 MODEL = dataclasses.replace(TINY, seq_len=256)  # two attention blocks of 128
@@ -59,6 +60,18 @@ def test_a_gradient_that_is_wrong_in_the_tested_dtype_only_is_refused(monkeypatc
     monkeypatch.setattr(blocks, "attend", attend)
     with pytest.raises(NumericsError, match=r"gradients of layers/0/wk are off by (49|50)\.\d%"):
         probe_gradients(config("bfloat16"))
+
+
+def test_cudnn_is_compared_with_what_has_a_float32(monkeypatch):
+    asked = []
+
+    def recorded(cfg, params, batch, step, chunk):
+        asked.append((cfg.train.compute_dtype, cfg.train.attention))
+        return params, {"total": jnp.float32(1)}
+
+    monkeypatch.setattr(probing, "gradients", recorded)
+    probe_gradients(Config(model=MODEL, train=TrainConfig(attention="cudnn")))
+    assert asked == [("bfloat16", "cudnn"), ("float32", "auto")]
 
 
 def test_the_twin_keeps_the_kinds_of_everything_and_is_small():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from stores import COMMON, SHARDS, E, random_documents, refusal, stream_of, write_store
 
+from jaxgpt.data import blocks
 from jaxgpt.data.store import open_store, write_manifest
 from jaxgpt.durable import write_atomic
 from jaxgpt.errors import DataError, StorageError
@@ -43,6 +44,68 @@ def test_ids_are_read_in_place_and_in_the_dtype_of_the_store(tmp_path):
     out = np.zeros((3, 7), store.dtype)
     store.read_into(4, out[1])
     assert out.tolist() == [[0] * 7, stream[4:11], [0] * 7]
+
+
+@pytest.mark.parametrize("max_open", [1, 3])
+def test_rows_inside_shards_are_read_together_and_the_others_are_left(tmp_path, max_open):
+    write_store(tmp_path, SHARDS)
+    store, stream = open_store(tmp_path, max_open=max_open), stream_of(SHARDS)
+    starts, rows = np.arange(len(stream) - 5), list(range(len(stream) - 5))[::-1]
+    ends = store.shard_positions[1:]
+    right = [
+        any(a <= s and s + 5 <= b for a, b in zip([0, *ends], ends, strict=False)) for s in starts
+    ]
+    for _ in range(2):  # blocks that are checked now, and that have been
+        out = np.full((len(stream), 5), 63, store.dtype)
+        inside = store.read_rows(starts, out, rows)
+        assert inside.tolist() == right and 0 < inside.sum() < len(inside)
+        for start, row, read in zip(starts.tolist(), rows, right, strict=True):
+            assert out[row].tolist() == (stream[start : start + 5] if read else [63] * 5)
+        assert (out[len(rows) :] == 63).all()
+
+
+def test_rows_that_touch_several_blocks_are_checked_and_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    documents = [random_documents([500, 40])]
+    write_store(tmp_path, documents)
+    store, stream = open_store(tmp_path), np.array(stream_of(documents))
+    starts = np.array([0, 7, 300, 120])
+    for width in (3, 32, 200):  # in one block of 32 ids or two, in two, in seven or eight
+        out = np.zeros((4, width), store.dtype)
+        assert store.read_rows(starts, out, [2, 0, 1, 3]).all()
+        for start, row in zip(starts, (2, 0, 1, 3), strict=True):
+            np.testing.assert_array_equal(out[row], stream[start : start + width])
+
+
+def test_damage_is_noticed_in_rows_read_together(tmp_path):
+    write_store(tmp_path, SHARDS)
+    store = open_store(tmp_path)
+    with open(min(tmp_path.glob("*.shard")), "r+b") as file:
+        file.seek(4096)
+        file.write(b"\x3e\x3e\x3e\x3e")
+    with pytest.raises(DataError, match="block 0"):
+        store.read_rows(np.array([0]), np.zeros((1, 2), store.dtype), [0])
+
+
+@pytest.mark.parametrize("fails", ["raises", "reads less"])
+def test_a_row_whose_read_fails_once_is_read_again(tmp_path, monkeypatch, fails):
+    write_store(tmp_path, SHARDS)
+    store, stream, preadv = open_store(tmp_path), stream_of(SHARDS), os.preadv
+    out = np.zeros((2, 4), store.dtype)
+    store.read_rows(np.array([0, 1]), out, [0, 1])
+    calls = []
+
+    def once(fd, buffers, at):
+        calls.append(at)
+        if len(calls) > 1:
+            return preadv(fd, buffers, at)
+        if fails == "raises":
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, [buffers[0][:3]], at)
+
+    monkeypatch.setattr(os, "preadv", once)
+    assert store.read_rows(np.array([2, 1]), out, [0, 1]).all()
+    assert out.tolist() == [stream[2:6], stream[1:5]] and len(calls) == 3
 
 
 def test_documents_of_one_and_of_a_million_tokens_read_as_written(tmp_path):

@@ -142,3 +142,12 @@ def test_places_to_cut_are_those_that_neither_pieces_nor_examples_refute(
     pieces, encode, places, skip_space
 ):
     assert words.choose_sections(pieces, encode) == (words.sections(places), skip_space)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("  ab\n"), max_size=40))
+def test_a_long_run_is_found_wherever_it_is(text):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "LONGEST_WORD", 5)
+        right = any(len(run) >= 5 for run in text.split(" ")) or " " * 5 in text
+        assert words._has_long_run(text) == right

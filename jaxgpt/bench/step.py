@@ -9,13 +9,13 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxgpt.bench import timing
+from jaxgpt.bench import programs, timing
 from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
 from jaxgpt.model import attention, gpt
@@ -23,18 +23,27 @@ from jaxgpt.model import params as parameters
 from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.xla_options import compile_with
+from jaxgpt.runtime.memory import give_back
 from jaxgpt.training import optimizer, step
 from jaxgpt.training import state as states
+from jaxgpt.training.comparison import random_documents
 from jaxgpt.training.peak import measure_matmul_peak
 
 
-def measure(cfg: Config, *, steps: int, warm_up: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    cfg: Config,
+    *,
+    steps: int,
+    warm_up: int,
+    say: Callable[[str], None],
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, Any]:
     """Return rates, utilisation, compile time and memory of `steps` updates after `warm_up` more.
 
-    One update is on its way while the one before is waited for, as in training, so a time is that
-    between two results.
+    On `devices`; None: on all. One update is on its way while the one before is waited for, as in
+    training, so a time is that between two results.
     """
-    mesh = meshes.make_mesh(cfg.mesh)
+    mesh = meshes.make_mesh(cfg.mesh, devices)
     meshes.check_run(mesh, cfg)
     say(attention.describe(cfg, meshes.platform(mesh), mesh.shape["context"]))
     specs = parameters.specs(cfg.model)
@@ -45,8 +54,10 @@ def measure(cfg: Config, *, steps: int, warm_up: int, say: Callable[[str], None]
     state = states.create(cfg, tx, mesh)
     batch = sharding.to_global(mesh, random_batch(cfg))
     began = time.perf_counter()
-    lowered = step.make_train_step(cfg, tx, mesh, placed).lower(state, batch)
-    update = compile_with(lowered, cfg.train.xla_options)
+    with programs.cache_hits() as hits:
+        lowered = step.make_train_step(cfg, tx, mesh, placed).lower(state, batch)
+        update = compile_with(lowered, cfg.train.xla_options)
+    give_back()
     compile_seconds = time.perf_counter() - began
 
     ends: list[float] = []
@@ -79,17 +90,20 @@ def measure(cfg: Config, *, steps: int, warm_up: int, say: Callable[[str], None]
         "parameters": parameters.count(specs),
         "loss": round(loss, 4),
         "compile_seconds": round(compile_seconds, 2),
+        "compile_cached": bool(hits),
         "seconds_to_first_step": to_first and round(to_first, 2),
         **memory(mesh.devices.flat[0]),
     }
 
 
 def random_batch(cfg: Config) -> Batch:
-    """Return an update's random tokens and targets, [A, B, T]."""
+    """Return an update's random tokens and targets, [A, B, T], of about four documents a row if the
+    run keeps documents apart."""
     rng = np.random.default_rng(cfg.run.seed)
     shape = cfg.train.accum_steps, cfg.train.micro_rows, cfg.model.seq_len
     tokens, targets = rng.integers(0, cfg.model.vocab_size, (2, *shape)).astype(np.int32)
-    return Batch(tokens, targets, np.ones(shape, np.float32))
+    documents = random_documents(rng, shape) if cfg.data.document_mask else (None, None)
+    return Batch(tokens, targets, np.ones(shape, np.float32), *documents)
 
 
 def memory(device: jax.Device) -> dict[str, int]:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Name = TypeVar("Name", bound=Hashable)
 PROC_START = 19  # of the fields of /proc/self/stat after the command's name: its start, in ticks
 
 
 def repeat(call: Callable[[], Any], times: int, warm_up: int = 1) -> list[float]:
     """Return the seconds of `times` calls, each of which ends when its result is there."""
-    seconds = []
+    return in_turns({"": call}, times, warm_up)[""]
+
+
+def in_turns(
+    calls: Mapping[Name, Callable[[], Any]], times: int, warm_up: int = 1
+) -> dict[Name, list[float]]:
+    """Return the seconds of `times` calls of each, one of each per turn.
+
+    A slow spell of the machine then meets all of them. A call ends when its result is there.
+    """
+    seconds: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(warm_up + times):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return seconds[warm_up:]
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: taken[warm_up:] for name, taken in seconds.items()}
 
 
 def rates(amount: float, seconds: Sequence[float], unit: str = "tokens") -> dict[str, float]:
@@ -48,8 +61,6 @@ def since_start() -> float | None:
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        import os
-
         ticks = int(fields[PROC_START]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks
     except (OSError, AttributeError, ValueError, IndexError):

@@ -20,6 +20,7 @@ from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.model.params import Params, restack
 
 Array = jax.Array
+FILE_BYTES = 1 << 28  # about that of a data file, so that several are read and hashed at once
 PARTS = "parts"  # folder of a step that was written part by part, see `parts`
 _IN_LAYER = re.compile(r"(?:.*\.)?(layers\.[0-9]+)\.[^.]+")
 
@@ -50,7 +51,8 @@ def _not_orbax(message: logging.LogRecord) -> bool:
 def start_write(writer: ocp.AsyncCheckpointer, directory: Path, state: Any) -> None:
     """Start writing the leaves of `state`; on return the device no longer needs them."""
     leaves = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
-    writer.save(directory, args=ocp.args.PyTreeSave(leaves))
+    args = ocp.args.PyTreeSave(leaves, ocdbt_target_data_file_size=FILE_BYTES)
+    writer.save(directory, args=args)
 
 
 def read(directory: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:

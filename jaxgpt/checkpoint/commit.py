@@ -12,13 +12,20 @@ import hashlib
 import os
 import re
 import shutil
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from jaxgpt.checkpoint.faults import fault
 from jaxgpt.checkpoint.record import MAX_BYTES, Damaged, Record, StoredFile, decode, encode
 from jaxgpt.durable import sync_directory
 
+T = TypeVar("T")
 QUARANTINE = "quarantine"
+# Files and folders made durable and hashed at the same time: an fsync is mostly waiting, one hash
+# takes a core at 1.5 GB/s.
+SEALED_AT_ONCE = 8
 SUFFIX, PENDING = ".ok.json", ".pending"
 _RECORD_NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.ok\.json")
 _PENDING_NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.pending")
@@ -76,18 +83,49 @@ def seal(directory: Path) -> tuple[StoredFile, ...]:
 
     Orbax syncs array data only; its metadata files and the folders that name them are not.
     """
-    table = []
-    for folder, _, names in os.walk(directory, topdown=False):
-        for name in sorted(names):
-            path = Path(folder, name)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                size = file.seek(0, os.SEEK_END)
-            table.append(StoredFile(path.relative_to(directory).as_posix(), size, digest))
-        sync_directory(Path(folder))
-    sync_directory(directory.parent)
+    walked = list(os.walk(directory, topdown=False))
+    paths = [Path(folder, name) for folder, _, names in walked for name in sorted(names)]
+
+    def seal_file(path: Path) -> StoredFile:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.seek(0, os.SEEK_END)
+        return StoredFile(path.relative_to(directory).as_posix(), size, digest)
+
+    table = _at_once(seal_file, paths)
+    _at_once(sync_directory, [*(Path(folder) for folder, _, _ in walked), directory.parent])
     return tuple(table)
+
+
+def _at_once(action: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
+    """Return `action` of each path, of SEALED_AT_ONCE at the same time; raises the first error.
+
+    With plain threads: an executor takes no work once the main thread has ended, and a save that
+    has begun goes on even then.
+    """
+    results: dict[int, T] = {}
+    errors: list[Exception] = []
+    todo = iter(list(enumerate(paths)))  # next() of a list's iterator is safe in several threads
+
+    def work() -> None:
+        for number, path in todo:
+            try:
+                results[number] = action(path)
+            except Exception as error:
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, name="checkpoint-seal")
+        for _ in range(min(SEALED_AT_ONCE, len(paths)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(paths))]
 
 
 def check_files(directory: Path, files: tuple[StoredFile, ...], *, hash_up_to: int) -> None:

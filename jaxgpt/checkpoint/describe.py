@@ -50,7 +50,7 @@ def draft(
 
 
 def with_fingerprints(record: Record, numbers: dict[str, Any]) -> Record:
-    """Return `record` completed by `numbers`, as `fingerprint.dispatch` returned them; waits."""
+    """Return `record` completed by `numbers`, as `fingerprint.hold` returned them; waits."""
     fingerprints, finite = fingerprint.collect(numbers)
     leaves = tuple(replace(leaf, fingerprint=fingerprints[leaf.path]) for leaf in record.leaves)
     return replace(record, leaves=leaves, finite=finite)

@@ -91,7 +91,7 @@ class Checkpointer:
         self.wait()
         if self._last is not None and step < self._last:
             raise ValueError(f"step {step} is saved after step {self._last}")
-        numbers = fingerprint.dispatch(state)
+        numbers = fingerprint.hold(state)
         draft = describe.draft(
             state,
             step=int(step),
@@ -207,14 +207,18 @@ class Checkpointer:
         """Wait until the arrays are written, then publish the step."""
         directory = self.root / str(draft.step)
         try:
-            self._writer.wait_until_finished()
-        except Exception as error:  # Orbax reports failing storage in many types
-            raise StorageError(f"{directory}: not saved: {storage_reason(error)}") from error
+            if processes.is_first():  # while the arrays are being written
+                draft = describe.with_fingerprints(draft, numbers)
+        finally:
+            try:
+                self._writer.wait_until_finished()
+            except Exception as error:  # Orbax reports failing storage in many types
+                raise StorageError(f"{directory}: not saved: {storage_reason(error)}") from error
         fault("save.written")
         if not processes.is_first():
             return
         files = commit.seal(directory)
-        record = replace(describe.with_fingerprints(draft, numbers), files=files)
+        record = replace(draft, files=files)
         commit.publish(self.root, record)
         self._finite[record.step] = record.finite
         size, seconds = sum(file.size for file in files) / 1e6, time.monotonic() - began

@@ -10,6 +10,7 @@ place. Pure NumPy; any rows in any order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,42 +105,65 @@ def gather(rows: Sequence[tuple[Rows, int] | None], layout: Layout) -> tuple[np.
     ids = np.empty((len(rows), layout.width), layout.dtype)
     lengths = np.zeros(len(rows), np.int32)
     opens = np.zeros((len(rows), layout.seq_len), bool) if layout.document_mask else None
-    pieces = [row[0].pieces(row[1]) if row else [] for row in rows]
-    for row, parts in zip(rows, pieces, strict=True):
-        for start, length in parts:  # all reads are under way before the first is waited for
-            row[0].store.expect(start, start + length + 1)
-    for number, (row, parts) in enumerate(zip(rows, pieces, strict=True)):
+    by_source: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
         if row is not None:
-            marks = None if opens is None else opens[number]
-            read = _read_pieces if row[0].index else _read_stretch
-            lengths[number] = read(row[0].store, parts, ids[number], marks)
+            by_source.setdefault(id(row[0]), []).append(number)
+    for numbers in by_source.values():
+        source = rows[numbers[0]][0]
+        wanted = np.array([rows[number][1] for number in numbers])
+        read = _read_pieces if source.index else _read_stretches
+        read(source, wanted, numbers, ids, lengths, opens)
     return (ids, lengths) if opens is None else (ids, lengths, opens)
 
 
-def _read_stretch(
-    store: Store, parts: list[tuple[int, int]], ids: np.ndarray, opens: np.ndarray | None
-) -> int:
-    ((start, length),) = parts
-    store.read_into(start, ids[: length + 1])
+def _read_stretches(
+    source: Rows,
+    wanted: np.ndarray,
+    numbers: list[int],
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    opens: np.ndarray | None,
+) -> None:
+    """Read rows `wanted` [n] of a store laid end to end into rows `numbers` of the arrays."""
+    store, seq_len = source.store, source.seq_len
+    starts = wanted * seq_len
+    fill = np.minimum(seq_len, store.stream_len - starts)
+    lengths[numbers] = fill
+    whole = store.read_rows(starts, ids, numbers)
+    for n in np.flatnonzero(~whole).tolist():
+        store.read_into(int(starts[n]), ids[numbers[n], : int(fill[n]) + 1])
     if opens is not None:
-        opens[store.opens(start, start + length)] = True
-        opens[0] = True  # a row that starts inside a document starts a segment too
-    return length
+        for number, start, length in zip(numbers, starts.tolist(), fill.tolist(), strict=True):
+            opens[number, store.opens(start, start + length)] = True
+            opens[number, 0] = True  # a row that starts inside a document starts a segment too
 
 
 def _read_pieces(
-    store: Store, parts: list[tuple[int, int]], ids: np.ndarray, opens: np.ndarray | None
-) -> int:
-    at, seq_len = 0, len(ids) // 2
-    for start, length in parts:
-        piece = np.empty(length + 1, ids.dtype)
-        store.read_into(start, piece)
-        ids[at : at + length] = piece[:-1]
-        ids[seq_len + at : seq_len + at + length] = piece[1:]
-        if opens is not None:
-            opens[at] = True
-        at += length
-    return at
+    source: Rows,
+    wanted: np.ndarray,
+    numbers: list[int],
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    opens: np.ndarray | None,
+) -> None:
+    """Read rows `wanted` [n] of a packing index into rows `numbers` of the arrays."""
+    store, seq_len = source.store, source.seq_len
+    pieces = [source.pieces(row) for row in wanted.tolist()]
+    for parts in pieces:
+        for start, length in parts:  # all reads are under way before the first is waited for
+            store.expect(start, start + length + 1)
+    for number, parts in zip(numbers, pieces, strict=True):
+        at = 0
+        for start, length in parts:
+            piece = np.empty(length + 1, ids.dtype)
+            store.read_into(start, piece)
+            ids[number, at : at + length] = piece[:-1]
+            ids[number, seq_len + at : seq_len + at + length] = piece[1:]
+            if opens is not None:
+                opens[number, at] = True
+            at += length
+        lengths[number] = at
 
 
 def cut(read: tuple[np.ndarray, ...], layout: Layout) -> Batch:
@@ -151,19 +175,34 @@ def cut(read: tuple[np.ndarray, ...], layout: Layout) -> Batch:
     end, start = layout.opening
     if start != end:
         np.copyto(tokens, start, where=tokens == end)
-    weights = np.ones(tokens.shape, np.float32)
-    padding = None
-    if (lengths < seq_len).any():
-        padding = np.arange(seq_len, dtype=np.int32) >= lengths[..., None]
-        np.copyto(tokens, PAD_ID, where=padding)  # the E that closes a store is no input
-        np.copyto(targets, PAD_ID, where=padding)
-        np.copyto(weights, 0, where=padding)
-    if not opens:
-        return Batch(tokens, targets, weights)
-    segments = np.cumsum(opens[0], axis=-1, dtype=np.int32)
-    index = np.arange(seq_len, dtype=np.int32)
-    positions = index - np.maximum.accumulate(np.where(opens[0], index, 0), axis=-1)
-    if padding is not None:
-        np.copyto(segments, 0, where=padding)
-        np.copyto(positions, 0, where=padding)
-    return Batch(tokens, targets, weights, segments, positions)
+    short = np.argwhere(lengths < seq_len).tolist()
+    weights = _ones(tokens.shape).copy() if short else _ones(tokens.shape)
+    batch = Batch(tokens, targets, weights)
+    if opens:
+        index = np.arange(seq_len, dtype=np.int32)
+        segments = np.cumsum(opens[0], axis=-1, dtype=np.int32)
+        positions = index - np.maximum.accumulate(np.where(opens[0], index, 0), axis=-1)
+        batch = Batch(tokens, targets, weights, segments, positions)
+    for row in map(tuple, short):
+        end = lengths[row]
+        tokens[row][end:] = PAD_ID  # the E that closes a store is no input
+        targets[row][end:] = PAD_ID
+        weights[row][end:] = 0
+        if opens:
+            segments[row][end:] = positions[row][end:] = 0
+    return batch
+
+
+@functools.lru_cache(maxsize=4)
+def _ones(shape: tuple[int, ...]) -> np.ndarray:
+    """Return weights without padding, made once: a third of what would be written per batch."""
+    ones = np.ones(shape, np.float32)
+    ones.flags.writeable = False
+    return ones
+
+
+def split(group: Batch) -> list[Batch]:
+    """Return the batches of a group, whose arrays have an axis of them before all others."""
+    count, leaves = len(group.tokens), (group.segment_ids, group.positions)
+    more = ([None] * count if leaf is None else leaf for leaf in leaves)
+    return list(map(Batch, group.tokens, group.targets, group.weights, *more))

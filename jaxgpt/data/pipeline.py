@@ -78,18 +78,16 @@ def batches(
         first = position + chunk * LOCATED  # not before it: stores of the past may be gone
         return locate(data, np.arange(first, min(first + LOCATED, data.end)))
 
-    def read(number: int) -> tuple[np.ndarray, ...]:
-        first = position + number * global_batch
-        grid = np.arange(first, first + global_batch).reshape(accum_steps, micro_rows)
-        wanted = grid[:, part].ravel()
-        chunk, place = np.divmod(wanted - position, LOCATED)
+    def read(first: int, count: int) -> tuple[np.ndarray, ...]:
+        grid = np.arange(first * global_batch, (first + count) * global_batch)
+        wanted = grid.reshape(count, accum_steps, micro_rows)[..., part].ravel()
         source, row = np.empty_like(wanted), np.empty_like(wanted)
-        for which in range(int(chunk.min()), int(chunk.max()) + 1):
-            mine = chunk == which
-            found = located(which)
-            source[mine], row[mine] = found[0][place[mine]], found[2][place[mine]]
+        for which in range(int(wanted[0]) // LOCATED, int(wanted[-1]) // LOCATED + 1):
+            low, high = np.searchsorted(wanted, (which * LOCATED, (which + 1) * LOCATED))
+            found, place = located(which), wanted[low:high] - which * LOCATED
+            source[low:high], row[low:high] = found[0][place], found[2][place]
         arrays = gather(_rows(data, source, row), rows_read)
-        return tuple(array.reshape(*lead, *array.shape[1:]) for array in arrays)
+        return tuple(array.reshape(count, *lead, *array.shape[1:]) for array in arrays)
 
     most = max(0, (data.end - position) // global_batch)
     return BatchStream(

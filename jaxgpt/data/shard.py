@@ -236,6 +236,16 @@ def read_stream(shard: Shard, position: int, out: np.ndarray) -> None:
     blocks.read_into(shard.file, at, memoryview(out))
 
 
+def read_each(places: Iterable[tuple[Shard, int, int]], out: np.ndarray) -> None:
+    """Fill rows of `out`, C-contiguous [M, W] of the dtype of all shards, with ids of streams.
+
+    A place is a shard, a position in its stream, and the row that is filled from there on.
+    """
+    size = out.dtype.itemsize
+    in_files = [(s.file, s.tokens_at + position * size, row) for s, position, row in places]
+    blocks.read_each(in_files, out)
+
+
 def expect_stream(shard: Shard, position: int, count: int) -> None:
     """Have the system fetch `count` ids from `position` on; see `blocks.expect`."""
     size = shard.dtype.itemsize

@@ -239,6 +239,22 @@ class Store:
                 shards.read_stream(self.shard(number), at - self._first[number], part)
             at, number = until, number + 1
 
+    def read_rows(self, starts: np.ndarray, out: np.ndarray, numbers: list[int]) -> np.ndarray:
+        """Fill rows `numbers` of `out` with the stream from each of `starts`, int64 [n], on.
+
+        `out` is C-contiguous, [M, W] of the store's dtype. Returns which rows were filled, bool
+        [n]: those that lie in one shard; the others are left to `read_into`. Errors are its own.
+        """
+        holders = np.searchsorted(self.shard_positions, starts, side="right") - 1
+        inside = starts + out.shape[1] <= self.shard_positions[holders + 1]
+        local = starts - self.shard_positions[holders]
+        rows = list(zip(holders.tolist(), local.tolist(), numbers, inside.tolist(), strict=True))
+        for at in range(0, len(rows), self._max_open):
+            part = [row for row in rows[at : at + self._max_open] if row[3]]
+            opened = {holder: self.shard(holder) for holder, *_ in part}
+            shards.read_each([(opened[holder], at, row) for holder, at, row, _ in part], out)
+        return inside
+
     def expect(self, start: int, stop: int) -> None:
         """Have the system fetch stream positions [start, stop) for a later read; a hint."""
         number = bisect_right(self._first, start) - 1

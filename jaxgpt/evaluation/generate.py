@@ -113,9 +113,9 @@ def generate(
         rows, indices = [*rows, Row([tok.start_id], 1, done=True)], [*indices, 0]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(indices))
     seen = _seen(cfg, rows) if sampling.repetition_penalty != 1 else None
-    params = _prepare(params, dtype)
-    longest = min(max(row.context for row in rows) + max_new_tokens, cfg.seq_len)
-    cache_len = _bucket(longest, cfg.seq_len) if use_cache else 0
+    params = prepare(params, dtype)
+    longest = max(row.context for row in rows) + max_new_tokens
+    cache_len = cache_slots(cfg, longest) if use_cache else 0
     fill = partial(_fill, cfg, params, rows, cache_len, cache_dtype or dtype, dtype)
 
     logits, cache = fill()
@@ -192,11 +192,12 @@ def _seen(cfg: ModelConfig, rows: list[Row]) -> Array:
     return jnp.asarray(seen)
 
 
-def _prepare(params: Params, dtype: Any) -> Params:
+def prepare(params: Params, dtype: Any) -> Params:
     """Cast the matrices to the compute dtype and unstack the layers, once instead of every step.
 
     A step reads each weight once, so casting or slicing it out of a stack would double its cost.
-    Norms, biases and positions stay as they are: the model uses them in float32.
+    Norms, biases and positions stay as they are: the model uses them in float32. What is prepared
+    already comes back as it is, so that who calls `generate` often does this before.
     """
 
     def cast(path: tuple, leaf: Array) -> Array:
@@ -205,6 +206,11 @@ def _prepare(params: Params, dtype: Any) -> Params:
         return leaf.astype(dtype) if matrix and leaf.dtype != dtype else leaf
 
     return restack(jax.tree.map_with_path(cast, params), stacked=False)
+
+
+def cache_slots(cfg: ModelConfig, length: int) -> int:
+    """Return the slots of a cache for rows of `length` ids, prompt and new ones together."""
+    return _bucket(min(length, cfg.seq_len), cfg.seq_len)
 
 
 def _bucket(length: int, limit: int) -> int:
@@ -283,7 +289,8 @@ def _choose(
     )
     if seen is not None:
         seen = seen.at[jnp.arange(len(ids)), ids].set(True)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], axis=-1)[:, 0]
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+    logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)  # no array of all log-probabilities
     return jnp.where(finite, ids, -1), logprobs, seen
 
 

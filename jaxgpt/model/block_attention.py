@@ -160,7 +160,8 @@ def _plain_forward(
     scale: float, q: Array, k: Array, v: Array, visible: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     weights, total = _weights(scale, 0.0, q, k, visible)
-    weights = weights.astype(v.dtype)
+    # Behind a barrier, or XLA would keep them in float32 as well, and spare itself the rounding.
+    weights = jax.lax.optimization_barrier(weights.astype(v.dtype))
     out = _values(weights, total, v)
     return out, (q, k, v, weights, total, out)
 

@@ -142,7 +142,8 @@ def _project(p: LayerParams, h: Array, call: Call) -> list[Array]:
     if call.fused:
         # One product for three, and one input gradient for three and their sum. Only on CPU: on
         # a mesh it would join axes that are split over devices.
-        fused = linear(h, jnp.concatenate(flat, axis=1), None, call)
+        fused = jnp.concatenate([w.astype(call.dtype) for w in flat], axis=1)
+        fused = linear(h, fused, None, call)
         parts = jnp.split(fused, (N * H, (N + K) * H), axis=-1)
     else:
         parts = [linear(h, w, None, call) for w in flat]

@@ -2,7 +2,8 @@
 
 Slot s of a row holds the token at position s of that row, so rows of unequal length need no
 padding on the left: a right-padded prompt fills later slots with values that no query may see
-(a query at position p sees slots 0..p) and that the next tokens overwrite. Shapes: [L, B, S, K, H].
+(a query at position p sees slots 0..p) and that the next tokens overwrite. Each layer has arrays
+of its own, [B, K, S, H]: a step then reads them where they are, without slicing or transposing.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class KVCache:
     After a prompt that is padded on the right, set it: `cache.replace(length=prompt_lengths)`.
     """
 
-    k: Array  # [L, B, S, K, H]
-    v: Array  # [L, B, S, K, H]
+    k: tuple[Array, ...]  # L of [B, K, S, H]
+    v: tuple[Array, ...]  # L of [B, K, S, H]
     length: Array  # [B] int32
 
 
@@ -37,19 +38,22 @@ def init_cache(
     Positions at or above `length` are dropped by `write`, so the caller checks them, as it checks
     `length` against learned positions (`cfg.seq_len`).
     """
-    shape = (cfg.num_layers, batch, length, cfg.kv_heads, cfg.head_width)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
+    shape = (batch, cfg.kv_heads, length, cfg.head_width)
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_layers)) for _ in "kv")
+    return KVCache(k, v, jnp.zeros(batch, jnp.int32))
 
 
-def write(cache: KVCache, layer: int | Array, positions: Array, k: Array, v: Array) -> KVCache:
+def write(cache: KVCache, layer: int, positions: Array, k: Array, v: Array) -> KVCache:
     """Store k, v [B, T, K, H] of one layer at `positions` [B, T], in the cache's dtype."""
     rows = jnp.arange(k.shape[0])[:, None]
-    return cache.replace(
-        k=cache.k.at[layer, rows, positions].set(k.astype(cache.k.dtype), mode="drop"),
-        v=cache.v.at[layer, rows, positions].set(v.astype(cache.v.dtype), mode="drop"),
-    )
+
+    def put(old: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
+        at = old[layer].at[rows, :, positions]  # [B, T, K, H]: what is indexed comes first
+        return (*old[:layer], at.set(new.astype(old[layer].dtype), mode="drop"), *old[layer + 1 :])
+
+    return cache.replace(k=put(cache.k, k), v=put(cache.v, v))
 
 
-def read(cache: KVCache, layer: int | Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Return all slots of one layer, k and v [B, S, K, H], in `dtype`."""
+def read(cache: KVCache, layer: int, dtype: DTypeLike) -> tuple[Array, Array]:
+    """Return all slots of one layer, k and v [B, K, S, H], in `dtype`."""
     return cache.k[layer].astype(dtype), cache.v[layer].astype(dtype)

@@ -197,7 +197,9 @@ def _forward(
         )
     call, positions = call_of(cfg, tokens.shape, cache=cache, **options)
     x = embedding.embed(cfg, params, tokens, positions, call)
-    x, taps, cache, router = _blocks(cfg, params.layers, x, cache, call)
+    # A cache has arrays of its own for each layer, which a loop over stacked ones cannot index.
+    layers = (params if cache is None else parameters.restack(params, stacked=False)).layers
+    x, taps, cache, router = _blocks(cfg, layers, x, cache, call)
     if cache is not None:
         cache = cache.replace(length=jnp.asarray(positions[:, -1] + 1, jnp.int32))
     return x, taps, cache, router
@@ -256,7 +258,7 @@ def _blocks(
         x, cache, router = block(cfg, p, carry[0], index, window, carry[1], call)
         return (x, cache), router
 
-    if cfg.remat == "full":
+    if cfg.remat == "full" and cache is None:
         run = jax.checkpoint(
             run,
             prevent_cse=isinstance(layers, tuple),

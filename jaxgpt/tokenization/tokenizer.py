@@ -123,6 +123,13 @@ class Tokenizer:
         self._encode_block(block, encoded, threads)
         return [np.frombuffer(b"".join(parts), np.int32) for parts in encoded]
 
+    def encode_whole(self, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
+        """Return what the library itself makes of whole texts, to compare with: unbounded memory.
+
+        The ids are those of `encode_batch` but at a forced cut, and where a text spells a symbol.
+        """
+        return self._engine.encode(texts, 1)
+
     def encode_units(self, units: list[str], at_start: bool) -> np.ndarray:
         """Return the int32 ids of some units of a text that follow one another."""
         encoded: list[list[bytes]] = [[]]

@@ -126,8 +126,10 @@ def _has_long_run(text: str) -> bool:
     """Return whether LONGEST_WORD spaces, or as many other characters, follow one another."""
     if " " * LONGEST_WORD in text:
         return True
-    for start in range(0, len(text), BLOCK_CHARS):  # blocks overlap, so that no run is missed
-        runs = text[start : start + BLOCK_CHARS + LONGEST_WORD].split(" ")
-        if max(map(len, runs)) >= LONGEST_WORD:
+    start = 0  # no run begins before it; a space ends all that begin up to it, so most is skipped
+    while len(text) - start >= LONGEST_WORD:
+        space = text.rfind(" ", start, start + LONGEST_WORD)
+        if space < 0:
             return True
+        start = space + 1
     return False

@@ -133,7 +133,10 @@ def _run(
     cfg: Config, small: Config, dtype: str, options: dict[str, Any], params: Any, batch: Batch
 ) -> tuple[Any, float]:
     """Return (gradients, loss) on the host, compiled with `options`."""
-    small = dataclasses.replace(small, train=dataclasses.replace(small.train, compute_dtype=dtype))
+    train = dataclasses.replace(small.train, compute_dtype=dtype)
+    if (dtype, train.attention) == ("float32", "cudnn"):  # which has no float32
+        train = dataclasses.replace(train, attention="auto")
+    small = dataclasses.replace(small, train=train)
     tokens = cfg.train.micro_rows * cfg.model.seq_len
     chunks = tokens > chunk_tokens(cfg.model.vocab_size, jax.default_backend())
     chunk = batch.tokens[0].size // 2 if chunks else None

@@ -1,0 +1,116 @@
+"""What the compiled step of a Llama over fsdp holds and exchanges: bounds by arithmetic.
+
+Two layers of it, all sizes scaled down, for TPU v5p and H100; compiled where their compilers are
+installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+
+from jaxgpt import config
+from jaxgpt.planning import compile as compiling
+from jaxgpt.planning.hardware import parse
+
+L, D, N, H, F, V, T = 2, 1024, 8, 128, 2816, 4096, 1024
+MATRICES = 7  # of a block: q, k, v, o, gate, up, down
+BLOCK = 4 * D * D + 3 * D * F  # their parameters
+MIB = 2**20
+
+# (machine, devices, rows of each, package of its compiler)
+TWINS = [
+    ("v5p-8", 4, 1, "libtpu"),
+    ("v5p-8", 4, 4, "libtpu"),
+    ("h100x8", 8, 1, "jax_cuda13_plugin"),
+]
+
+
+@functools.lru_cache(maxsize=len(TWINS))
+def compiled(machine: str, devices: int, rows: int, package: str) -> compiling.Compiled | None:
+    """Return the step, compiled once for all tests; None where the compiler is not installed."""
+    if importlib.util.find_spec(package) is None:
+        print(f"{package} is not installed: nothing is compiled for {machine}")
+        return None
+    sizes = {
+        "num_layers": L, "embed_dim": D, "num_heads": N, "head_dim": H, "mlp_dim": F,
+        "vocab_size": V, "seq_len": T, "positions": "rope", "norm": "rmsnorm",
+        "norm_bias": "false", "mlp": "swiglu", "tie_embeddings": "false", "stacked": "true",
+        "remat": "full",
+    }  # fmt: skip
+    settings = [f"model.{name}={value}" for name, value in sizes.items()]
+    batch = devices * rows
+    settings += [f"train.global_batch={batch}", f"train.micro_batch={batch}", "train.num_steps=10"]
+    settings += ["mesh.data=1", "mesh.fsdp=-1", "data.document_mask=true"]
+    return compiling.compile_step(config.load(None, settings), parse(machine))
+
+
+def temporaries(devices: int, rows: int) -> int:
+    """Return the most bytes that a step may need beside its arguments, on one device.
+
+    For good: a float32 gradient and a bfloat16 copy of each weight, by shards; the input of each
+    block in bfloat16. In turn: at the loss its head, gathered, the head's gradient twice (summed,
+    and of a chunk), 6 bytes per logit and 4 activations; in a block its gathered weights and their
+    gradients, or the next block's weights, and of each token 8 activations and gradients of width D
+    (input, q, k, v, attention, and what is between) and 6 of width F (gate, up, their product).
+    Compilers leave gaps: an eighth more, and 8 MiB for tables.
+    """
+    params, tokens = 2 * V * D + L * BLOCK, rows * T
+    kept = 6 * params // devices + 2 * L * tokens * D
+    loss = 2 * V * D + 2 * 4 * V * D + 6 * tokens * V + 4 * 2 * tokens * D
+    block = 2 * 2 * BLOCK + 2 * tokens * (8 * D + 6 * F)
+    return (kept + max(loss, block)) * 9 // 8 + 8 * MIB
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_temporaries_stay_below_what_arithmetic_allows(twin):
+    if (done := compiled(*twin)) is not None:
+        assert 2 * L * twin[2] * T * D < done.temp_bytes <= temporaries(*twin[1:3])
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_every_byte_of_the_state_is_reused(twin):
+    if (done := compiled(*twin)) is not None:
+        assert done.alias_bytes >= done.state_bytes  # tiles pad
+        assert done.output_bytes - done.alias_bytes < 16 * 1024  # metrics: scalars, and a table
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_weights_are_gathered_layer_by_layer_in_the_compute_dtype(twin):
+    if (done := compiled(*twin)) is not None:
+        large = [one for one in done.collectives if one.whole_bytes >= 2 * D * D]
+        gathers = [one for one in large if one.kind == "all-gather"]
+        in_loop = [one for one in gathers if one.runs == L]
+        assert {one.dtype for one in in_loop} == {"bf16"}
+        # XLA for GPU joins the matrices of a block, never those of two.
+        most = BLOCK if done.platform == "gpu" else D * F
+        assert max(one.whole_bytes for one in in_loop) == 2 * most
+        # Once forward, once where a block is computed again; those of attention XLA for TPU gathers
+        # a third time, as its backward pass wants them in another layout.
+        elements = sum(one.whole_bytes for one in in_loop) // 2
+        assert 2 * BLOCK <= elements <= 2 * BLOCK + 4 * D * D
+        outside = [one for one in gathers if one.runs != L]  # the head, once
+        assert [(one.runs, sorted(one.shape)) for one in outside] == [(1, [D, V])]
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_the_gradient_of_each_matrix_is_scattered_and_none_is_summed_whole(twin):
+    if (done := compiled(*twin)) is not None:
+        large = [one for one in done.collectives if one.whole_bytes >= 2 * D * D]
+        assert "all-reduce" not in {one.kind for one in large}
+        scattered = [one for one in large if one.kind == "reduce-scatter"]
+        assert all(one.axes == ("fsdp",) for one in scattered)
+        elements = sum(
+            one.runs * one.whole_bytes // (2 if one.dtype == "bf16" else 4) for one in scattered
+        )
+        assert elements == L * BLOCK + V * D  # the table of embeddings gets its by all-to-all
+
+
+def test_on_a_tpu_no_two_matrices_are_scattered_together():
+    """So that the gradient of one is under way while that of the next is computed."""
+    if (done := compiled(*TWINS[0])) is not None:
+        scattered = [one for one in done.collectives if one.kind == "reduce-scatter"]
+        runs = sum(one.runs for one in scattered if one.whole_bytes >= 2 * D * D)
+        assert runs == MATRICES * L + 1
