@@ -36,7 +36,7 @@ from jaxgpt.runtime.processor import cores_key, cpu_key
 from jaxgpt.runtime.watchdog import LIMITS
 from jaxgpt.tokenization.tokenizer import Tokenizer
 from jaxgpt.training import probe_memory
-from jaxgpt.training.probe import Probe, probe_gradients
+from jaxgpt.training.probe import Probe
 from jaxgpt.training.state import TrainState
 from jaxgpt.training.step import logits_dtype
 from jaxgpt.validation import num_steps, schedule_problems
@@ -220,12 +220,8 @@ def check_gradients(cfg: Config) -> str:
     first = _of_all("kinds of processors", cpu_key()).index(cpu_key())
     if first != store.process_index():
         return f"gradients are checked by process {first}"
-    known = probe_memory.recall(cfg, cpu_key())
-    if known:
-        return f"{describe_probe(known)} (found at an earlier start)"
-    probe = probe_gradients(cfg)
-    probe_memory.remember(cfg, cpu_key(), probe)
-    return describe_probe(probe)
+    probe, known = probe_memory.check(cfg, cpu_key())
+    return describe_probe(probe) + (" (found at an earlier start)" if known else "")
 
 
 def num_processors() -> int:

@@ -77,9 +77,9 @@ def test_without_a_compile_cache_nothing_is_kept():
 
 
 def test_a_start_says_what_an_earlier_one_found(monkeypatch):
-    monkeypatch.setattr(start, "probe_gradients", lambda cfg: FOUND)
+    monkeypatch.setattr(probe_memory, "probe_gradients", lambda cfg: FOUND)
     first = start.check_gradients(CFG)
-    monkeypatch.delattr(start, "probe_gradients")  # is not called again
+    monkeypatch.delattr(probe_memory, "probe_gradients")  # is not called again
     assert start.check_gradients(CFG) == f"{first} (found at an earlier start)"
 
 
@@ -87,7 +87,7 @@ def test_a_check_that_fails_fails_again(monkeypatch):
     def wrong(cfg: Config) -> Probe:
         raise NumericsError("wrong")
 
-    monkeypatch.setattr(start, "probe_gradients", wrong)
+    monkeypatch.setattr(probe_memory, "probe_gradients", wrong)
     for _ in range(2):
         with pytest.raises(NumericsError, match="wrong"):
             start.check_gradients(CFG)

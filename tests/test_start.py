@@ -126,9 +126,7 @@ def hosts_of(monkeypatch, me: int, values: list[str]) -> None:
 
 
 def test_gradients_are_checked_once_for_each_kind_of_processor(monkeypatch):
-    monkeypatch.setattr(start.probe_memory, "recall", lambda cfg, processor: None)
-    monkeypatch.setattr(start.probe_memory, "remember", lambda cfg, processor, probe: None)
-    monkeypatch.setattr(start, "probe_gradients", lambda cfg: "probed")
+    monkeypatch.setattr(start.probe_memory, "check", lambda cfg, processor: ("probed", False))
     monkeypatch.setattr(start, "describe_probe", lambda probe: probe)
     monkeypatch.setattr(start, "cpu_key", lambda: kinds[me])
     kinds = ["amd", "amd", "intel", "intel", "amd"]

@@ -24,7 +24,8 @@ from jaxgpt.parallel import mesh as meshes
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.xla_options import compile_with
 from jaxgpt.runtime.memory import give_back
-from jaxgpt.training import optimizer, step
+from jaxgpt.runtime.processor import cpu_key
+from jaxgpt.training import optimizer, probe_memory, step
 from jaxgpt.training import state as states
 from jaxgpt.training.comparison import random_documents
 from jaxgpt.training.peak import measure_matmul_peak
@@ -53,6 +54,7 @@ def measure(
     placed = states.state_shardings(mesh, cfg, tx)
     state = states.create(cfg, tx, mesh)
     batch = sharding.to_global(mesh, random_batch(cfg))
+    probe, _ = probe_memory.check(cfg, cpu_key())  # what is timed must be right
     began = time.perf_counter()
     with programs.cache_hits() as hits:
         lowered = step.make_train_step(cfg, tx, mesh, placed).lower(state, batch)
@@ -89,6 +91,7 @@ def measure(
         "tokens_per_step": tokens,
         "parameters": parameters.count(specs),
         "loss": round(loss, 4),
+        "gradient_error": round(probe.leaf_error, 4),
         "compile_seconds": round(compile_seconds, 2),
         "compile_cached": bool(hits),
         "seconds_to_first_step": to_first and round(to_first, 2),

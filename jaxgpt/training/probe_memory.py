@@ -21,7 +21,7 @@ import jaxlib
 from jaxgpt import config
 from jaxgpt.config import Config
 from jaxgpt.training.loss import chunk_tokens
-from jaxgpt.training.probe import Probe, twin
+from jaxgpt.training.probe import Probe, probe_gradients, twin
 
 # What a run may change without another program for the twin.
 FREE = {"num_steps", "num_tokens", "batch_ramp", "max_nonfinite"}
@@ -29,6 +29,19 @@ FREE = {"num_steps", "num_tokens", "batch_ramp", "max_nonfinite"}
 SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "DNNL_", "ONEDNN_", "NVIDIA_", "CUDNN_", "CUBLAS_")
 PLACES = {"JAX_COMPILATION_CACHE_DIR", "XLA_PYTHON_CLIENT_MEM_FRACTION", "TPU_WORKER_HOSTNAMES"}
 OURS = ("model", "training", "parallel")  # rooms whose code the check runs
+
+
+def check(cfg: Config, processor: str) -> tuple[Probe, bool]:
+    """Return what is found, and whether at an earlier start; raises what `probe_gradients` does.
+
+    `processor` tells the kind of this one from others, as `runtime.processor.cpu_key`.
+    """
+    known = recall(cfg, processor)
+    if known:
+        return known, True
+    found = probe_gradients(cfg)
+    remember(cfg, processor, found)
+    return found, False
 
 
 def recall(cfg: Config, processor: str) -> Probe | None:
