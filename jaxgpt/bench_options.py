@@ -44,6 +44,8 @@ def add_bench_verbs(
                      help="of matmul inputs; default: bf16, or as CONFIG.toml says")  # fmt: skip
     sub.add_argument("--steps", type=whole(1), default=12, help="that are timed")
     sub.add_argument("--warm-up", type=whole(1), default=3, help="steps before them")
+    sub.add_argument("--no-check", action="store_true",
+                     help="time it without comparing gradients first")  # fmt: skip
 
     sub = measured("attention", "tokens per second of attention alone, by each implementation")
     for name, default, meaning in (

@@ -18,7 +18,7 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import Placement
 from jaxgpt.parallel.xla_options import of_dtype
 from jaxgpt.planning.collectives import collectives
-from jaxgpt.training.loss import chunk_tokens, next_token_sums, token_losses
+from jaxgpt.training.loss import chunk_size, chunk_tokens, next_token_sums, token_losses
 
 B, T, D, V = 4, 10, 8, 24
 # Everything that may be added to plain cross-entropy, and all of it together.
@@ -338,6 +338,20 @@ def test_token_losses_are_those_of_the_formula_and_zero_where_masked():
     right = np.where(weights != 0, nll, 0)
     assert losses.dtype == jnp.float32
     np.testing.assert_allclose(losses, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "size"),
+    [
+        (100, 256, 100),  # all at once
+        (4096, 1024, 1024),
+        (32_768, 5_341, 4_096),  # equal ones, of whole tiles
+        (1_000, 300, 256),  # 3 of 256 and one of 232
+        (200, 50, 50),  # less than a tile
+    ],
+)
+def test_chunks_are_equal_and_whole_tiles_where_they_can_be(tokens, most, size):
+    assert chunk_size(tokens, most) == size
 
 
 def test_chunks_are_sized_by_the_cache_on_cpu_and_by_the_product_elsewhere():

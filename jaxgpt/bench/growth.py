@@ -127,7 +127,9 @@ def main() -> int:
         for size in sizes:
             cfg = scaled(base, case["axis"], size)
             counts = {"steps": request["steps"], "warm_up": request["warm_up"]}
-            found = measure_step(cfg, **counts, say=lambda _: None, devices=devices[:count])
+            found = measure_step(
+                cfg, **counts, say=lambda _: None, devices=devices[:count], check=False
+            )
             row = point(cfg, case["axis"], found, count, platform)
             print(json.dumps(row), flush=True)
     return 0

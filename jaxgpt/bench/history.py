@@ -24,7 +24,7 @@ from jaxgpt.errors import DataError, show_path
 Result = dict[str, Any]
 PACKAGE = Path(__file__).parent.parent
 # Options that say how long to measure, not what; and those that say what to do with the result.
-EFFORT = {"steps", "warm_up", "repeats", "seconds", "pairs"}
+EFFORT = {"steps", "warm_up", "repeats", "seconds", "pairs", "no_check"}
 NOT_MEASURED = {"verb", "action", "json", "save", "figure"}
 WHERE = ("device", "devices", "processor", "cores")
 

@@ -43,7 +43,9 @@ def of_step(args: argparse.Namespace) -> dict[str, Any]:
 
     cfg, shape = step_config(args)
     start(cfg)
-    found = step.measure(cfg, steps=args.steps, warm_up=args.warm_up, say=say)
+    found = step.measure(
+        cfg, steps=args.steps, warm_up=args.warm_up, say=say, check=not args.no_check
+    )
     names = {name: short for short, name in shapes.DTYPES.items()}
     dtype = names.get(cfg.train.compute_dtype, cfg.train.compute_dtype)
     return report(args, {"shape": shape, "dtype": dtype, **found})

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from jaxgpt.model.exchange import slots_per_turn
 from jaxgpt.planning.layout import Layout
 from jaxgpt.planning.tensors import kept, score_bytes, tensors
-from jaxgpt.training.loss import chunk_tokens
+from jaxgpt.training.loss import chunk_size, chunk_tokens
 
 Moment = Literal["always", "saved", "gradients", "loss", "block", "host"]
 # What is there at the three moments of which the largest counts.
@@ -154,10 +154,9 @@ def _loss(layout: Layout) -> list[Part]:
     cfg, D = layout.cfg, layout.cfg.model.embed_dim
     vocab = layout.split(cfg.model.vocab_size, "tensor")
     # A pipeline's stages share the loss of all micro-batches, each that of some.
-    rows, all_tokens = layout.rows * layout.places, layout.tokens * layout.places
-    most = max(1, chunk_tokens(cfg.model.vocab_size, layout.target.chip.platform) // rows)
-    positions = -(-layout.length // -(-layout.length // most))
-    tokens = positions * rows
+    all_tokens = layout.tokens * layout.places
+    most = chunk_tokens(cfg.model.vocab_size, layout.target.chip.platform)
+    tokens = chunk_size(all_tokens, most)
     # The product is rounded and widened where it is written: on a TPU v5e the compiler kept 6 bytes
     # per logit at once in bfloat16, not 8.
     size, c, gpu = vocab * D, layout.compute, layout.target.chip.platform == "gpu"
@@ -178,7 +177,7 @@ def _loss(layout: Layout) -> list[Part]:
     )
     # XLA for GPU ends the head's gradient only after the backward passes of the blocks: it keeps
     # the gradient of the last logits until then, if these are a shorter chunk.
-    rest = layout.length % positions * rows if gpu else 0
+    rest = all_tokens % tokens if gpu else 0
     until_then: Moment = "saved" if gpu else "loss"
     return [
         Part("head", c * size, f"gathered: {c} x {vocab:,} ids x {D:,}", "loss"),

@@ -83,4 +83,5 @@ def score_bytes(layout: Layout) -> int:
     }
     most = max(held.get(way, 0) for way in layout.attention)
     heads = layout.split(layout.cfg.model.num_heads, "tensor")
-    return layout.rows * heads * most * (4 + layout.compute)
+    # In float32, and what the values are multiplied with in the compute dtype: perhaps the same.
+    return layout.rows * heads * most * sum({4, layout.compute})

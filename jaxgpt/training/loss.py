@@ -21,6 +21,7 @@ from jaxgpt.model.shards import Shards, here
 
 Array = jax.Array
 
+TILE = 128  # rows of a matrix unit's tile: products of other numbers of rows are padded
 NOTHING = (np.float32(0),) * 4  # the sums of no tokens, see `_sums`
 # Logical axes of the head, and of its gradient's partial sums [S, C, V, D].
 HEAD, PARTIAL = ("vocab", "embed"), ("vocab", None)
@@ -151,14 +152,28 @@ def chunk_tokens(vocab_size: int, platform: str) -> int:
     return max(least, mebibytes * 2**20 // (4 * vocab_size))
 
 
+def chunk_size(tokens: int, most: int) -> int:
+    """Return into chunks of how many tokens a device's `tokens` are cut, `most` or a little more.
+
+    Equal ones, of a multiple of `TILE`, where there are such of more than half of `most`; else
+    nearly equal ones, the last one shorter: another program for the compiler.
+    """
+    if tokens <= most:
+        return tokens
+    for size in range(most // TILE * TILE, most // 2, -TILE):
+        if tokens % size == 0:
+            return size
+    size = -(-tokens // -(-tokens // most))
+    return -(-size // TILE) * TILE if size > TILE else size
+
+
 def _tokens(
     shape: tuple[int, ...], vocab_size: int, chunk: int | None, shards: Shards, rows: str
 ) -> int:
-    """Return the tokens per chunk of a device's part of [B, T, D]; the chunks nearly equal."""
+    """Return the tokens per chunk of a device's part of [B, T, D]."""
     S, C = _parts(shape, shards, rows)
-    tokens = shape[0] // S * (shape[1] // C)
     most = chunk or chunk_tokens(vocab_size, shards.platform)
-    return -(-tokens // -(-tokens // most))
+    return chunk_size(shape[0] // S * (shape[1] // C), most)
 
 
 def _parts(shape: tuple[int, ...], shards: Shards, rows: str) -> tuple[int, int]:
@@ -231,9 +246,11 @@ def _chunked_forward(
         sums = _add(sums, _sums(logits, t, w, opt))
         grad = _logits_grad(logits, raw, t, w, opt).astype(opt.dtype)  # [S, C, n, V]
         h_grad = jnp.einsum("...v,vd->...d", grad, cast)
-        # A partial sum per shard of the tokens: devices meet once, after the last chunk. Behind a
-        # barrier: XLA:CPU would hand the sum to oneDNN's product, rounded to the product's dtype.
-        part = jax.lax.optimization_barrier(jnp.einsum("scnv,scnd->scvd", grad, h))
+        # A partial sum per shard of the tokens: devices meet once, after the last chunk.
+        part = jnp.einsum("scnv,scnd->scvd", grad, h)
+        if opt.shards.platform == "cpu":
+            # Else XLA hands the sum to oneDNN's product, rounded to the product's dtype.
+            part = jax.lax.optimization_barrier(part)
         head_grad = head_grad + part.astype(jnp.float32)
         return (sums, _place(head_grad, opt, PARTIAL)), h_grad
 
