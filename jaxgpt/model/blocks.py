@@ -61,7 +61,8 @@ def block(
     """
     # Else several float32 tensors of x's size wait for the backward pass, which has x anyway: of a
     # small GPT in bfloat16 on CPU a quarter of all memory.
-    normalise = partial(norm, cfg, again=call.shards.platform == "cpu")
+    again = call.shards.platform == "cpu" and cfg.remat == "none"
+    normalise = partial(norm, cfg, again=again)
     x, post = named(x, "block_in"), cfg.norm_placement == "post"
     attn_norm, mlp_norm = (p.attn_norm, p.attn_norm_bias), (p.mlp_norm, p.mlp_norm_bias)
     with jax.named_scope("attention"):
