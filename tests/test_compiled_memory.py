@@ -23,7 +23,6 @@ MIB = 2**20
 # (machine, devices, rows of each, package of its compiler)
 TWINS = [
     ("v5p-8", 4, 1, "libtpu"),
-    ("v5p-8", 4, 4, "libtpu"),
     ("h100x8", 8, 1, "jax_cuda13_plugin"),
 ]
 
