@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgpt import __version__
-from jaxgpt.bench import gpu_report
+from jaxgpt.bench import gpu_report, shapes
 from jaxgpt.durable import storage_errors, write_atomic
 from jaxgpt.errors import ConfigError, HangError, NumericsError, one_line
 
@@ -139,14 +139,8 @@ def gradient_parts() -> list[Part]:
 
 def overrides(part: Part, platform: str) -> list[str]:
     """Return a part's words of the configuration, over those of `bench.shapes`."""
-    layers, width, heads, context, vocabulary = SIZES[platform][part.shape]
     return [
-        f"model.num_layers={layers}",
-        f"model.embed_dim={width}",
-        f"model.num_heads={heads}",
-        f"model.seq_len={context}",
-        f"model.vocab_size={vocabulary}",
-        f"train.global_batch={part.rows or 2}",
+        *shapes.words((*SIZES[platform][part.shape], part.rows or 2)),
         f"train.compute_dtype={part.dtype}",
         f"train.attention={part.attention or 'auto'}",
         *part.more,

@@ -137,18 +137,8 @@ def main() -> int:
 
 def load(dtype: str, overrides: Sequence[str], platform: str) -> Config:
     """Return the base model of a platform, over which the words of the user win."""
-    layers, width, heads, context, vocabulary, rows = BASES[
-        "cpu" if platform == "cpu" else "accelerator"
-    ]
-    base = (
-        f"model.num_layers={layers}",
-        f"model.embed_dim={width}",
-        f"model.num_heads={heads}",
-        f"model.seq_len={context}",
-        f"model.vocab_size={vocabulary}",
-        f"train.global_batch={rows}",
-    )
-    return shapes.load("small", dtype, [*base, *overrides])
+    base = BASES["cpu" if platform == "cpu" else "accelerator"]
+    return shapes.load("small", dtype, [*shapes.words(base), *overrides])
 
 
 def scaled(cfg: Config, axis: str, times: int) -> Config:

@@ -33,14 +33,18 @@ def load(shape: str, dtype: str, overrides: list[str] | tuple[str, ...] = ()) ->
 
     Raises ConfigError as `config.load` does.
     """
-    layers, width, heads, context, vocabulary, rows = SIZES[shape]
-    sizes = (
-        f"model.num_layers={layers}",
-        f"model.embed_dim={width}",
-        f"model.num_heads={heads}",
-        f"model.seq_len={context}",
-        f"model.vocab_size={vocabulary}",
-        f"train.global_batch={rows}",
-        f"train.compute_dtype={DTYPES[dtype]}",
+    dtype = f"train.compute_dtype={DTYPES[dtype]}"
+    return config.load(overrides=[*KIND, *words(SIZES[shape]), dtype, *overrides])
+
+
+def words(sizes: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the overrides for sizes in the order of `SIZES`."""
+    names = (
+        "model.num_layers",
+        "model.embed_dim",
+        "model.num_heads",
+        "model.seq_len",
+        "model.vocab_size",
+        "train.global_batch",
     )
-    return config.load(overrides=[*KIND, *sizes, *overrides])
+    return tuple(f"{name}={size}" for name, size in zip(names, sizes, strict=True))

@@ -24,6 +24,7 @@ from jaxgpt.model.block_attention import (
     TALL_BLOCK,
     block_attention,
     by_token,
+    grouped,
     weighted,
 )
 from jaxgpt.model.dropout import Draws, seeds
@@ -115,13 +116,13 @@ def attend_cached(
     q [B, T, N, H], k and v [B, K, S, H], positions [B, T] int32. The caller has already written
     the queries' own keys; slots above a query's position are not seen, whatever they hold.
     """
-    (B, T, N, H), (K, S) = q.shape, k.shape[1:3]
+    (_, T, N, _), (K, S) = q.shape, k.shape[1:3]
     slots, query = jnp.arange(S), positions[:, :, None]
     visible = slots <= query
     if window:
         visible &= slots > query - window
     visible = visible[:, None, None]  # [B, 1, 1, T, S]
-    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+    q = grouped(q, K)
     if T == 1 and N == K and q.dtype == jnp.bfloat16 and here().platform == "cpu":
         # XLA:CPU would write the keys and values down in float32 for the product with one row; for
         # two it does not: 12 layers, 16 rows, 12 heads, 256 slots take one core 19 ms, not 58.

@@ -8,7 +8,6 @@ empty and no gradient is NaN. Softmax is float32; products are in q's dtype.
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 
 import jax
@@ -103,8 +102,9 @@ def weighted(
 
     `places` are the positions of the first query and of the first key in their row.
     """
+    scale = scale or q.shape[-1] ** -0.5
     if not softcap and not dropout:
-        return _plain(scale or q.shape[-1] ** -0.5, q, k, v, visible)
+        return _plain(scale, q, k, v, visible)
     weights, total = _weights(scale, softcap, q, k, visible)
     if dropout:
         t, s = weights.shape[-2:]
@@ -119,8 +119,8 @@ def _weights(
     scale: float, softcap: float, q: Array, k: Array, visible: Array
 ) -> tuple[Array, Array]:
     """Return exp(scores - their maximum) [B, K, G, t, s] and its sums [B, K, G, t, 1], float32."""
-    scale = jnp.asarray(scale or q.shape[-1] ** -0.5, q.dtype)
-    scores = _by_rows("bkrh,bksh->bkrs", q * scale, k).astype(jnp.float32)
+    q = q * jnp.asarray(scale, q.dtype)
+    scores = _by_rows("bkrh,bksh->bkrs", q, k).astype(jnp.float32)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, MASKED)
@@ -145,7 +145,7 @@ def _by_rows(subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(subscripts, x.reshape(B, K, G * t, last), y).reshape(B, K, G, t, -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _plain(scale: float, q: Array, k: Array, v: Array, visible: Array) -> Array:
     """Return `weighted` without cap and dropout.
 
@@ -193,10 +193,14 @@ _plain.defvjp(_plain_forward, _plain_backward)
 
 def by_head(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Return q [B, K, G, T, H], k and v [B, K, S, H]: heads before tokens, queries grouped."""
+    return grouped(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+def grouped(q: Array, num_kv_heads: int) -> Array:
+    """Return [B, K, G, T, H] of queries [B, T, N, H]: those of a key's head together."""
     B, T, N, H = q.shape
-    K = k.shape[2]
-    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
-    return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+    K = num_kv_heads
+    return q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
 
 
 def by_token(out: Array) -> Array:

@@ -88,6 +88,12 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
     return probe
 
 
+def in_chunks(cfg: Config) -> bool:
+    """Tell whether the run computes its loss in chunks, and so the twin its own."""
+    tokens = cfg.train.micro_rows * cfg.model.seq_len
+    return tokens > chunk_tokens(cfg.model.vocab_size, jax.default_backend())
+
+
 def twin(cfg: Config) -> Config:
     """Return a small configuration with the same kinds of everything: heads, norms, taps, scans.
 
@@ -137,9 +143,7 @@ def _run(
     if (dtype, train.attention) == ("float32", "cudnn"):  # which has no float32
         train = dataclasses.replace(train, attention="auto")
     small = dataclasses.replace(small, train=train)
-    tokens = cfg.train.micro_rows * cfg.model.seq_len
-    chunks = tokens > chunk_tokens(cfg.model.vocab_size, jax.default_backend())
-    chunk = batch.tokens[0].size // 2 if chunks else None
+    chunk = batch.tokens[0].size // 2 if in_chunks(cfg) else None
     run = jax.jit(
         functools.partial(gradients, small, step=0, chunk=chunk), compiler_options=options
     )

@@ -20,8 +20,7 @@ import jaxlib
 
 from jaxgpt import config
 from jaxgpt.config import Config
-from jaxgpt.training.loss import chunk_tokens
-from jaxgpt.training.probe import Probe, probe_gradients, twin
+from jaxgpt.training.probe import Probe, in_chunks, probe_gradients, twin
 
 # What a run may change without another program for the twin.
 FREE = {"num_steps", "num_tokens", "batch_ramp", "max_nonfinite"}
@@ -78,12 +77,11 @@ def _key(cfg: Config, processor: str) -> str:
     """Return 32 hex digits of everything that the check depends on."""
     device, small = jax.local_devices()[0], config.to_dict(twin(cfg))
     train = {name: value for name, value in small["train"].items() if name not in FREE}
-    tokens = cfg.train.micro_rows * cfg.model.seq_len
     facts: list[Any] = [
         small["model"],
         train,
         cfg.data.document_mask,
-        tokens > chunk_tokens(cfg.model.vocab_size, device.platform),
+        in_chunks(cfg),
         [jax.__version__, jaxlib.__version__, device.client.platform_version],
         [device.device_kind, processor, jax.config.jax_default_matmul_precision],
         sorted(
