@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from jaxgpt.errors import ConfigError, Interrupted, JaxgptError, StorageError
 from jaxgpt.options import build_parser
-from jaxgpt.runtime import leaving
+from jaxgpt.runtime import leaving, memory
 from jaxgpt.runtime.environment import prepare_environment
 from jaxgpt.runtime.leaving import error_line, hard_exit
 
@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(signal.SIGINT, leave)
         if argv is None and args.verb == "train":
             signal.signal(signal.SIGTERM, leave)
+        if args.verb == "train":
+            memory.pause_collector()  # until the first step
         from jaxgpt.commands import verbs  # after the environment is set: it imports JAX
 
         result = verbs.run(args)
@@ -84,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         line = f"error: {place}: {error.strerror}; make room"
         print(error_line(line), file=sys.stderr)
         code = StorageError.exit_code
+    finally:
+        memory.resume_collector()
     return code
 
 

@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jaxgpt.data.stream import Data
 from jaxgpt.errors import ConfigError, DataError, HangError
 from jaxgpt.evaluation.perplexity import store_tokenizer
 from jaxgpt.parallel.agreement import check_agreement, configuration, program_digest
-from jaxgpt.parallel.mesh import in_words
+from jaxgpt.parallel.mesh import in_words, platform
 from jaxgpt.parallel.xla_options import compile_with
 from jaxgpt.runtime import store
 from jaxgpt.runtime.memory import give_back
@@ -194,20 +195,61 @@ def describe_nonfinite(state: TrainState) -> str:
     )
 
 
-def compile_step(cfg: Config, train_step: Any, state: TrainState, batch: Batch) -> Any:
+class Ahead(NamedTuple):
+    """The step while a thread compiles it, and the batch that it is for, as shapes."""
+
+    batch: Batch
+    compiled: Future[Any]
+
+
+def compile_ahead(
+    cfg: Config, train_step: Any, state: TrainState, mesh: Mesh, position: int
+) -> Ahead | None:
+    """Begin to compile `train_step` for the update at a position, beside what else a start does.
+
+    `state` has shapes for leaves. It is traced here, under the settings of this thread. Returns
+    None where compiling has to wait: of several processes none does before all have lowered the
+    same, and the compiler for GPUs times kernels on a device that it must have to itself.
+    """
+    if store.num_processes() > 1 or platform(mesh) == "gpu":
+        return None
+    batch = _batch_shapes(cfg, ramp.batch_rows(cfg, position))
+    lowered = train_step.lower(state, batch)
+    threads = ThreadPoolExecutor(1, "compile")
+    compiled = threads.submit(compile_with, lowered, cfg.train.xla_options)
+    threads.shutdown(wait=False)
+    return Ahead(batch, compiled)
+
+
+def compile_step(
+    cfg: Config, train_step: Any, state: TrainState, batch: Batch, ahead: Ahead | None = None
+) -> Any:
     """Return `train_step` compiled for this batch size, after all processes lowered the same.
 
-    Raises DisagreementError, and ConfigError for an unknown option in `train.xla_options`.
+    What a thread has begun is waited for, if it is for this size. Raises DisagreementError, and
+    ConfigError for an unknown option in `train.xla_options`.
     """
-    lowered = train_step.lower(state, batch)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    if ahead and ahead.batch == shapes:
+        compiled = ahead.compiled.result()
+    else:
+        lowered = train_step.lower(state, batch)
 
-    def program() -> dict[str, str]:
-        return {"program of the step": program_digest(lowered)}
+        def program() -> dict[str, str]:
+            return {"program of the step": program_digest(lowered)}
 
-    check_agreement("program", program, LIMITS["compile"])
-    compiled = compile_with(lowered, cfg.train.xla_options)
+        check_agreement("program", program, LIMITS["compile"])
+        compiled = compile_with(lowered, cfg.train.xla_options)
     give_back()
     return compiled
+
+
+def _batch_shapes(cfg: Config, rows: int) -> Batch:
+    micro_rows = cfg.train.micro_batch or rows
+    shape = (rows // micro_rows, micro_rows, cfg.model.seq_len)  # [A, B, T]
+    ids, weights = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    documents = ids if cfg.data.document_mask else None
+    return Batch(ids, ids, weights, documents, documents)
 
 
 def check_gradients(cfg: Config) -> str:

@@ -43,6 +43,7 @@ from jaxgpt.parallel.agreement import check_agreement, facts_of_devices, facts_o
 from jaxgpt.run_folder import check_never_saved, claim_folder, copy_kept, write_run_files
 from jaxgpt.runtime.devices import start_jax
 from jaxgpt.runtime.hosts import START_TIMEOUT
+from jaxgpt.runtime.memory import resume_collector
 from jaxgpt.runtime.peers import Peers
 from jaxgpt.runtime.signals import Stop
 from jaxgpt.runtime.stopping import SharedStop
@@ -134,6 +135,20 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             say(turns.describe(cfg.train.accum_steps, stages, cfg.mesh.rounds))
         claim_folder(run_dir, cfg, say)
 
+        # Compile: the step, beside all that has to be done before it.
+        measure_peak = functools.partial(
+            metrics.measure_matmul_peak,
+            cfg.train.compute_dtype,
+            mesh.devices.ravel().tolist(),
+            start.num_processors(),
+        )
+        shapes, ahead = states.abstract_state(cfg, tx, placed), None
+        with dog.phase("compile"):
+            peak = measure_peak(again=False)  # first, while nothing else computes
+            if newest is None or newest.step < total:
+                position = newest.position if newest else 0
+                ahead = start.compile_ahead(cfg, train_step, shapes, mesh, position)
+
         # Restore: the newest verified checkpoint, or the initial state in a folder without a run.
         ckpt = Checkpointer(
             run_dir / "ckpt",
@@ -145,12 +160,13 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         )
         stack.callback(ckpt.close)
         with dog.phase("compile"):
-            restored = ckpt.restore_latest(
-                states.abstract_state(cfg, tx, placed), allow=cfg.checkpoint.allow_change
-            )
+            restored = ckpt.restore_latest(shapes, allow=cfg.checkpoint.allow_change)
             if restored is None:
                 check_never_saved(run_dir, cfg.checkpoint.every, say)
-            state = restored.state if restored else inherit.start_state(cfg, tx, mesh, source, say)
+            if restored:
+                state = restored.state
+            else:
+                state = inherit.start_state(cfg, tx, mesh, source, say, placed)
             if source and not restored:
                 copy_kept(source.run_dir, run_dir)
         first = done = restored.record.step if restored else 0
@@ -171,13 +187,10 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
                 "run.overwrite=true to start again, or use another run.dir"
             )
 
-        # Compile, after proving that the compiler settings keep the gradients of this model right.
-        with dog.phase("compile"):
-            if done < total:
+        # No step before the compiler settings are proved to keep the gradients of this model right.
+        if done < total:
+            with dog.phase("compile"):
                 say(start.check_gradients(cfg))
-            peak = metrics.measure_matmul_peak(
-                cfg.train.compute_dtype, mesh.devices.ravel().tolist(), start.num_processors()
-            )
         flops = gpt.flops_per_token(cfg.model, True), gpt.flops_per_token(cfg.model, False)
         say(metrics.describe(cfg, parameters.count(model), flops, peak))
         ledger = Ledger(data, position, restored.record.meta.get("ledger") if restored else None)
@@ -237,8 +250,11 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
                         waited = 0.0 if compiles else time.monotonic() - began
                         batch = sharding.to_global(mesh, local)
                         if compiles:
-                            update = start.compile_step(cfg, train_step, state, batch)
+                            update = start.compile_step(cfg, train_step, state, batch, ahead)
+                            ahead = None  # holds a program
                         state, scalars = update(state, batch)
+                        if compiles:
+                            resume_collector()  # the start is over
                     done, position, compiled_for = done + 1, position + rows, rows
                     with dog.phase("wait"):
                         log.push(done, scalars, position=position, data_wait=waited)
@@ -253,6 +269,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
                         saver.save(done)
 
         # Stop: the last step is durable before anything is said about it.
+        resume_collector()
         with dog.phase("wait"):
             log.flush()
         check_numerics(cfg, log.last, state)
@@ -269,6 +286,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         baselines = {
             name: compressor_baselines(store_bytes(store, tok)) for name, store in eval_sets.items()
         }
+        measure_peak()  # for the next run: the machine may have been busy when this one began
         return Outcome(str(run_dir), done, position, results, baselines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tiny import TINY, random_params
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model import gpt
-from jaxgpt.model.cache import init_cache, read, write
+from jaxgpt.model.cache import KVCache, init_cache, read, write
 from jaxgpt.model.params import Params, restack
 
 GQA = dataclasses.replace(TINY, num_kv_heads=2)
@@ -107,3 +108,18 @@ def test_segments_and_dropout_are_refused_with_a_cache():
     for option in ({"segment_ids": jnp.ones((3, 12))}, {"dropout_key": jax.random.key(0)}):
         with pytest.raises(ValueError, match="a KV cache holds one document per row"):
             gpt.hidden(cfg, params, TOKENS, cache=cache, **option)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.10.2 copies it all the same")
+def test_a_step_of_one_row_writes_into_a_donated_cache_and_copies_none_of_it():
+    cfg, params = setup()
+    cache = init_cache(cfg, 1, 12, jnp.float32)
+
+    def step(params: Params, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        return gpt.hidden(cfg, params, tokens, cache=cache)
+
+    program = jax.jit(step, donate_argnums=2).lower(params, TOKENS[:1, :1], cache).compile()
+    shape = ",".join(map(str, cache.k[0].shape))  # 1,2,12,8: of no other array
+    lines = program.as_text().splitlines()
+    assert any(f"f32[{shape}]" in line for line in lines)
+    assert not [line for line in lines if re.search(rf"= f32\[{shape}\]\S* copy\(", line)]

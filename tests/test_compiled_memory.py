@@ -49,15 +49,16 @@ def compiled(machine: str, devices: int, rows: int, package: str) -> compiling.C
 def temporaries(devices: int, rows: int) -> int:
     """Return the most bytes that a step may need beside its arguments, on one device.
 
-    For good: a float32 gradient and a bfloat16 copy of each weight, by shards; the input of each
-    block in bfloat16. In turn: at the loss its head, gathered, the head's gradient twice (summed,
-    and of a chunk), 6 bytes per logit and 4 activations; in a block its gathered weights and their
-    gradients, or the next block's weights, and of each token 8 activations and gradients of width D
-    (input, q, k, v, attention, and what is between) and 6 of width F (gate, up, their product).
+    For good: the gradient of each weight, by shards, in bfloat16 for those of blocks and in float32
+    for others; the input of each block in bfloat16. In turn: at the loss its head, gathered, the
+    head's gradient twice (summed, and of a chunk), 6 bytes per logit and 4 activations; in a block
+    its gathered weights and their gradients, or the next block's weights, and of each token 8
+    activations and gradients of width D (input, q, k, v, attention, and what is between) and 6 of
+    width F (gate, up, their product).
     Compilers leave gaps: an eighth more, and 8 MiB for tables.
     """
-    params, tokens = 2 * V * D + L * BLOCK, rows * T
-    kept = 6 * params // devices + 2 * L * tokens * D
+    tokens = rows * T
+    kept = (2 * L * BLOCK + 4 * 2 * V * D) // devices + 2 * L * tokens * D
     loss = 2 * V * D + 2 * 4 * V * D + 6 * tokens * V + 4 * 2 * tokens * D
     block = 2 * 2 * BLOCK + 2 * tokens * (8 * D + 6 * F)
     return (kept + max(loss, block)) * 9 // 8 + 8 * MIB

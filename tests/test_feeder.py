@@ -71,6 +71,8 @@ leave()
     ),
     "by Ctrl-C while it waits for a read that hangs": (
         """
+from jaxgpt.data.feeder import import_tensorflow
+import_tensorflow()  # or the interpreter waits for it, and forgets why it ends: exit code 1
 with open_stream(hang) as stream:
     reading.wait()
     threading.Timer(0.5, lambda: (leave(), signal.raise_signal(signal.SIGINT))).start()
@@ -224,6 +226,7 @@ def test_no_more_batches_are_read_ahead_than_asked_for():
 
     size = feeder.GROUP_BYTES // 8  # in int32, half of what may be read at once
     with make(note, num_batches=1000, prefetch=2, size=size) as stream:
+        feeder.import_tensorflow()
         next(stream)
         time.sleep(0.5)
         ahead = len(read)
@@ -232,6 +235,8 @@ def test_no_more_batches_are_read_ahead_than_asked_for():
 
 
 def test_waiting_costs_no_processor_time():
+    feeder.import_tensorflow()
+
     def slow(number: int) -> tuple[np.ndarray]:
         time.sleep(0.5)
         return batch_of(number)
@@ -279,6 +284,48 @@ def test_nothing_is_left_of_a_stream_that_failed_and_was_not_closed(error):
     stream.close()
     with pytest.raises(error):  # closing does not hide why it ended
         next(stream)
+
+
+def test_the_first_batch_does_not_wait_for_tensorflow(monkeypatch):
+    imports, may_end = feeder.import_tensorflow, threading.Event()
+    monkeypatch.setattr(feeder, "import_tensorflow", lambda: may_end.wait(60) and imports())
+    with make(batch_of) as stream:
+        assert int(next(stream).tokens[0, 0]) == 0
+        assert not may_end.is_set()
+        may_end.set()
+        assert [int(batch.tokens[0, 0]) for batch in stream] == [1, 2, 3, 4]
+
+
+def test_closing_does_not_wait_for_tensorflow(monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(feeder, "import_tensorflow", lambda: may_end.wait(60))
+    try:
+        with make(batch_of) as stream:
+            next(stream)
+        assert soon(lambda: alive() == [])
+        assert not may_end.is_set()
+    finally:
+        may_end.set()
+
+
+def test_an_import_of_tensorflow_that_fails_is_raised_after_the_first_batch(monkeypatch):
+    def fail() -> None:
+        raise ImportError("libtensorflow is gone")
+
+    monkeypatch.setattr(feeder, "import_tensorflow", fail)
+    with make(batch_of) as stream:
+        next(stream)
+        with pytest.raises(ImportError, match="is gone"):
+            next(stream)
+
+
+def test_tensorflow_comes_without_keras_which_can_still_be_had():
+    code = (
+        "import sys; from jaxgpt.data.feeder import KERAS, import_tensorflow;"
+        "tf = import_tensorflow(); assert 'keras' not in sys.modules and KERAS not in sys.modules;"
+        "assert tf.keras.optimizers.SGD and 'keras' in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_tensorflow_is_kept_from_accelerators(monkeypatch):

@@ -356,6 +356,6 @@ def test_chunks_are_equal_and_whole_tiles_where_they_can_be(tokens, most, size):
 
 def test_chunks_are_sized_by_the_cache_on_cpu_and_by_the_product_elsewhere():
     assert chunk_tokens(8192, "cpu") == 1024  # 1024 tokens x 8192 logits x 4 bytes = 32 MiB
-    assert chunk_tokens(50304, "cpu") == 256  # 51 MB: adding to the head gradient costs more
-    assert chunk_tokens(8192, "tpu") == 32768  # 1 GiB
+    assert chunk_tokens(50304, "cpu") == 512  # 103 MB: adding to the head gradient costs more
+    assert chunk_tokens(8192, "tpu") == 16384  # 512 MiB
     assert chunk_tokens(128256, "gpu") == 4096

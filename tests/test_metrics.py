@@ -548,6 +548,17 @@ def test_the_measured_peak_is_kept_for_later_processes_and_only_rises(tmp_path, 
     peak._best_rate.cache_clear()
 
 
+def test_a_start_takes_the_rate_that_is_stored_and_measures_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peak._best_rate.cache_clear()
+    first = peak.measure_matmul_peak("float32", jax.devices("cpu"), again=False)
+    peak._best_rate.cache_clear()
+    monkeypatch.setattr(peak, "_matmul_rate", lambda *_, **__: 2 * first.flops)
+    assert peak.measure_matmul_peak("float32", jax.devices("cpu"), again=False) == first
+    assert peak.measure_matmul_peak("float32", jax.devices("cpu")).flops == 2 * first.flops
+    peak._best_rate.cache_clear()
+
+
 def test_a_measured_rate_is_one_that_a_product_reaches(tmp_path, monkeypatch):
     monkeypatch.setattr(peak, "CPU_SHAPES", ((256, 256, 256),))
     rate = peak._matmul_rate("float32", jax.devices("cpu")[0], seconds=0.2)

@@ -11,7 +11,7 @@ from tiny import TINY, VARIETY
 
 from jaxgpt.config import Config, DataConfig, TrainConfig
 from jaxgpt.errors import NumericsError
-from jaxgpt.model import blocks
+from jaxgpt.model import block_attention, blocks
 from jaxgpt.parallel.xla_options import of_dtype
 from jaxgpt.training import probe as probing
 from jaxgpt.training.probe import probe_gradients, twin
@@ -29,20 +29,41 @@ def test_the_options_of_the_run_pass(dtype):
     probe = probe_gradients(config(dtype))
     assert probe.options == of_dtype(dtype, "cpu")
     assert probe.leaf_error <= probe.tolerance and probe.loss_error <= probe.tolerance
-    assert (probe.leaf_error > 0) == (dtype == "bfloat16")  # the same program twice, or not
 
 
-def test_the_known_fault_of_onednn_in_float32_is_refused_where_it_exists():
-    flag = {"xla_cpu_experimental_onednn_custom_call": True}
+def test_the_known_fault_of_onednn_in_float32_is_refused_where_it_exists(monkeypatch):
+    def padded(x, spans):  # differentiated by JAX: sums of products and of other ones, padded
+        return [x[:, :, first:stop] for first, stop in spans]
+
+    monkeypatch.setattr(block_attention, "_cut", padded)
     refused = None
     try:
-        probe_gradients(config("float32"), flag)
+        probe_gradients(config("float32"), {"xla_cpu_experimental_onednn_custom_call": True})
     except NumericsError as error:
         refused = str(error)
     # On this version dK and dV of attention by blocks are off by more than half.
     assert refused or jax.__version__ != "0.12.0.1"
     if refused:
         assert "layers/0/w" in refused and "onednn" in refused and "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"attn_softcap": 20.0},
+        {"dropout": 0.1},
+        {"num_heads": 4, "num_kv_heads": 2},
+        {"sliding_window": 64, "global_every": 2, "num_layers": 2},
+        {"positions": "rope", "mlp": "swiglu"},
+        {"norm_placement": "sandwich"},
+        {"stacked": True, "num_layers": 2, "remat": "full"},
+        {"num_experts": 2, "experts_per_token": 1},
+    ],
+    ids=lambda kind: next(iter(kind)),
+)
+def test_products_of_onednn_give_the_gradients_of_xlas_own_in_float32(kind):
+    probe = probe_gradients(config("float32", **kind))
+    assert max(probe.leaf_error, probe.loss_error) < 1e-5  # rounding; a product left out: 1
 
 
 def test_a_gradient_that_is_wrong_in_the_tested_dtype_only_is_refused(monkeypatch):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import sys
 from pathlib import Path
 
-from jaxgpt.runtime.memory import give_back
+from jaxgpt.runtime.memory import give_back, pause_collector, resume_collector
 
 BYTES, PIECE = 64 * 2**20, 64 * 2**10  # pieces that malloc keeps for later
 
@@ -37,3 +38,20 @@ def test_elsewhere_nothing_happens(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", None)
     give_back()
+
+
+def test_the_collector_is_on_again_after_a_pause():
+    pause_collector()
+    assert not gc.isenabled()
+    resume_collector()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_others_have_turned_off_stays_off():
+    gc.disable()
+    try:
+        pause_collector()
+        resume_collector()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

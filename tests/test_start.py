@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from runs import tiny
 
 from jaxgpt import config, start
-from jaxgpt.errors import ConfigError
+from jaxgpt.data.packing import Batch
+from jaxgpt.errors import ConfigError, DisagreementError
+from jaxgpt.model import params as parameters
+from jaxgpt.parallel import mesh as meshes
+from jaxgpt.parallel.sharding import to_global
 from jaxgpt.runtime import store
 from jaxgpt.start import describe_devices, describe_dtypes, last_step
+from jaxgpt.training import optimizer, step
+from jaxgpt.training import state as states
 
 
 @pytest.mark.parametrize(
@@ -156,3 +165,138 @@ def test_a_process_whose_copy_of_the_state_differs_is_named(monkeypatch):
     hosts_of(monkeypatch, 0, [seen[0], seen[1]])
     line = start.compare_copies(7, state)
     assert "2 different copies of the state in 2 processes" in line and "cannot be told" in line
+
+
+class Slow:
+    """A step, also lowered, whose compiler ends when `may_end` is set; it notes what is asked."""
+
+    def __init__(self, error: Exception | None = None):
+        self.asked: list[Any] = []
+        self.error, self.may_end = error, threading.Event()
+
+    def lower(self, state: Any, batch: Batch) -> Slow:
+        self.asked.append(batch.tokens.shape)
+        return self
+
+    def as_text(self) -> str:
+        return "a program"
+
+    def compile(self) -> str:
+        self.asked.append("compile")
+        assert self.may_end.wait(60)
+        if self.error:
+            raise self.error
+        return f"for {self.asked[-2]}"
+
+
+def rows_of(count: int) -> Batch:
+    ids = np.zeros((1, count, 16), np.int32)
+    return Batch(ids, ids, ids.astype(np.float32))
+
+
+@pytest.fixture
+def ahead_of(monkeypatch):
+    """Return a function that has a `Slow` step for 8 rows compiled ahead, as on a CPU."""
+    cfg = tiny(Path("none"), "run", train__xla_options={"xla_odd": 1})
+    slow: list[Slow] = []
+
+    def begin(error: Exception | None = None) -> tuple[Any, Slow, Any]:
+        slow.append(Slow(error))
+        mesh = meshes.make_mesh(cfg.mesh)
+        return cfg, slow[-1], start.compile_ahead(cfg, slow[-1], None, mesh, 0)
+
+    yield begin
+    for each in slow:
+        each.may_end.set()  # or the interpreter waits for the thread
+
+
+def test_a_step_compiles_in_the_background_until_it_is_needed(ahead_of):
+    cfg, slow, ahead = ahead_of()
+    assert not ahead.compiled.done()
+    slow.may_end.set()
+    assert start.compile_step(cfg, slow, None, rows_of(8), ahead) == "for (1, 8, 16)"
+    assert slow.asked == [(1, 8, 16), "compile"]  # once
+
+
+def test_another_batch_than_was_foreseen_is_compiled_itself(ahead_of):
+    cfg, slow, ahead = ahead_of()
+    slow.may_end.set()
+    ahead.compiled.result()
+    assert start.compile_step(cfg, slow, None, rows_of(4), ahead) == "for (1, 4, 16)"
+
+
+def test_what_the_compiler_refuses_in_the_background_is_refused_by_its_key(ahead_of):
+    cfg, slow, ahead = ahead_of(ValueError("No such compile option: 'xla_odd'"))
+    slow.may_end.set()
+    with pytest.raises(ConfigError, match="train.xla_options.xla_odd = 1: refused") as refused:
+        start.compile_step(cfg, slow, None, rows_of(8), ahead)
+    assert refused.value.exit_code == 64
+
+
+def test_waiting_for_the_compiler_can_be_interrupted(ahead_of):
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    cfg, slow, ahead = ahead_of()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            start.compile_step(cfg, slow, None, rows_of(8), ahead)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not ahead.compiled.done()
+
+
+def test_of_several_processes_none_compiles_before_all_have_lowered_the_same(monkeypatch, ahead_of):
+    def refuse(name: str, facts: Any, timeout: float) -> None:
+        slow.asked.append(sorted(facts()))
+        raise DisagreementError("another program")
+
+    hosts_of(monkeypatch, 0, ["a", "b"])
+    monkeypatch.setattr(start, "check_agreement", refuse)
+    cfg, slow, ahead = ahead_of()
+    assert ahead is None and slow.asked == []
+    with pytest.raises(DisagreementError):
+        start.compile_step(cfg, slow, None, rows_of(8), ahead)
+    assert slow.asked == [(1, 8, 16), ["program of the step"]]
+
+
+def test_a_gpu_has_no_other_work_while_its_compiler_times_kernels(monkeypatch, ahead_of):
+    monkeypatch.setattr(start, "platform", lambda mesh: "gpu")
+    _, slow, ahead = ahead_of()
+    assert ahead is None and slow.asked == []
+
+
+@pytest.mark.parametrize("micro_batch", [0, 8])
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_the_step_compiled_ahead_is_that_of_the_batches_that_come(
+    monkeypatch, micro_batch, document_mask
+):
+    cfg = tiny(
+        Path("none"),
+        "run",
+        train__global_batch=16,
+        train__micro_batch=micro_batch,
+        data__document_mask=document_mask,
+        mesh__data=4,
+        mesh__fsdp=2,
+        model__vocab_size=320,
+    )
+    mesh = meshes.make_mesh(cfg.mesh)
+    specs = parameters.abstract(parameters.specs(cfg.model), "float32")
+    tx = optimizer.build(cfg, 20, specs)
+    placed = states.state_shardings(mesh, cfg, tx)
+    train_step = step.make_train_step(cfg, tx, mesh, placed)
+    texts = []
+    monkeypatch.setattr(
+        start, "compile_with", lambda lowered, more: texts.append(lowered.as_text())
+    )
+    shapes = states.abstract_state(cfg, tx, placed)
+    start.compile_ahead(cfg, train_step, shapes, mesh, 0).compiled.result()
+    micro_rows = micro_batch or 16
+    ids = np.zeros((16 // micro_rows, micro_rows, 16), np.int32)
+    documents = ids if document_mask else None
+    batch = to_global(mesh, Batch(ids, ids, ids.astype(np.float32), documents, documents))
+    start.compile_step(cfg, train_step, states.create(cfg, tx, mesh), batch)
+    assert texts[0] == texts[1]

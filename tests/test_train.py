@@ -620,8 +620,8 @@ def test_too_many_non_finite_steps_end_the_run(root):
 def test_weights_that_no_update_made_not_finite_are_told_from_a_rate_that_is_too_high(
     monkeypatch, root
 ):
-    def flip(cfg, train_step, state, batch):
-        update = compile_step(cfg, train_step, state, batch)
+    def flip(cfg, train_step, state, batch, ahead):
+        update = compile_step(cfg, train_step, state, batch, ahead)
 
         def broken(state, batch):
             params = jax.tree.map(lambda leaf: leaf * float("nan"), state.params)

@@ -11,18 +11,28 @@ from jaxgpt.config import MeshConfig
 from jaxgpt.errors import ConfigError
 from jaxgpt.parallel import xla_options
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.parallel.xla_options import of_dtype, preset, step_options
+from jaxgpt.parallel.xla_options import of_dtype, preset, step_options, trusted
 
 NAME = "xla_cpu_experimental_onednn_custom_call"
 # Before JAX 0.12 oneDNN has none of the products that YNNPACK would leave.
-REDUCE = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-BFLOAT16 = {NAME: True} | (REDUCE if jax.__version_info__ >= (0, 12) else {})
+NEW = jax.__version_info__ >= (0, 12)
+MORE = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
+    "xla_cpu_prefer_vector_width": 512,
+}
+BFLOAT16 = {NAME: True} | (MORE if NEW else {})
 
 
-def test_onednn_is_used_for_bfloat16_on_cpu_only_and_never_for_float32():
+def test_onednn_has_the_products_on_cpu_only():
     assert of_dtype("bfloat16", "cpu") == BFLOAT16
-    assert of_dtype("float32", "cpu") == {NAME: False}  # also where XLA_FLAGS sets it
+    assert of_dtype("float32", "cpu") == ({NAME: True} | MORE if NEW else {NAME: False})
+    assert of_dtype("float64", "cpu") == {NAME: False}  # which oneDNN does not know
     assert of_dtype("bfloat16", "tpu") == of_dtype("float32", "gpu") == {}
+
+
+def test_what_others_are_compared_with_has_no_product_of_onednn():
+    assert trusted("cpu") == {NAME: False}  # also where XLA_FLAGS sets it
+    assert trusted("tpu") == trusted("gpu") == {}
 
 
 def test_options_of_collectives_are_for_several_devices():

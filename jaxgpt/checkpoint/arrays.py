@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 from jaxgpt.checkpoint.fingerprint import named_leaves
 from jaxgpt.model.params import Params, restack
+
+if TYPE_CHECKING:  # 0.2 s of a core, which a run has while its step compiles
+    import orbax.checkpoint as ocp
 
 Array = jax.Array
 FILE_BYTES = 1 << 28  # about that of a data file, so that several are read and hashed at once
@@ -30,6 +32,8 @@ def open_writer(timeout: float) -> ocp.AsyncCheckpointer:
 
     Uncompressed: zstd takes less than a tenth off weights and competes with the step for cores.
     """
+    import orbax.checkpoint as ocp
+
     quiet_orbax()
     return ocp.AsyncCheckpointer(
         ocp.PyTreeCheckpointHandler(use_compression=False),
@@ -50,6 +54,8 @@ def _not_orbax(message: logging.LogRecord) -> bool:
 
 def start_write(writer: ocp.AsyncCheckpointer, directory: Path, state: Any) -> None:
     """Start writing the leaves of `state`; on return the device no longer needs them."""
+    import orbax.checkpoint as ocp
+
     leaves = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
     args = ocp.args.PyTreeSave(leaves, ocdbt_target_data_file_size=FILE_BYTES)
     writer.save(directory, args=args)
@@ -60,6 +66,8 @@ def read(directory: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, 
 
     The caller has compared shapes and dtypes with the record: Orbax would cast without a word.
     """
+    import orbax.checkpoint as ocp
+
     if (directory / PARTS).is_dir():
         return _read_parts(directory / PARTS, leaves)
     stored = {name: leaf for name, leaf in leaves.items() if leaf.size}
@@ -91,6 +99,8 @@ def _read_parts(folder: Path, leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[s
 
 
 def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+    import orbax.checkpoint as ocp
+
     return ocp.ArrayRestoreArgs(
         sharding=_placement(leaf), global_shape=leaf.shape, dtype=leaf.dtype, strict=True
     )

@@ -83,14 +83,16 @@ def start_state(
     mesh: Mesh,
     source: Source | None,
     say: Callable[[str], None],
+    shardings: TrainState | None = None,
 ) -> TrainState:
     """Return the state before the first step, of random weights or of those of `source`.
 
-    They are read straight to where they lie on the mesh, each verified, then brought into the
-    run's layout and `train.param_dtype`; a rounding is said.
+    The latter are read straight to where they lie on the mesh, each verified, then brought into the
+    run's layout and `train.param_dtype`; a rounding is said. `shardings`: as of `states.create`.
     """
+    shardings = shardings or states.state_shardings(mesh, cfg, optimizer)
     if source is None:
-        return states.create(cfg, optimizer, mesh)
+        return states.create(cfg, optimizer, mesh, shardings)
     try:
         _, loaded, record = load.load_step(
             source.directory, shardings=lambda of: tree_shardings(mesh, parameters.specs(of.model))
@@ -112,7 +114,7 @@ def start_state(
         fresh = states.init_state(cfg, optimizer, jax.random.key(cfg.run.seed))
         return fresh.replace(params=weights, opt_state=optimizer.init(weights))
 
-    return jax.jit(make, out_shardings=states.state_shardings(mesh, cfg, optimizer))(loaded)
+    return jax.jit(make, out_shardings=shardings)(loaded)
 
 
 def _differences(saved: ModelConfig, now: ModelConfig) -> Iterator[str]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxgpt.checkpoint import commit, describe, fingerprint
 from jaxgpt.checkpoint.arrays import PARTS, part_of, quiet_orbax
@@ -21,6 +20,9 @@ from jaxgpt.checkpoint.record import Record
 from jaxgpt.durable import storage_errors, storage_reason
 from jaxgpt.errors import StorageError
 from jaxgpt.model.params import Params
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 
 def save(
@@ -61,6 +63,8 @@ def save(
 
 
 def _writer() -> ocp.Checkpointer:
+    import orbax.checkpoint as ocp
+
     quiet_orbax()
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
@@ -72,6 +76,8 @@ def _write_part(
     expected: dict[str, jax.ShapeDtypeStruct],
 ) -> tuple[dict[str, int], bool]:
     """Write one part and return its fingerprints, and whether it is free of NaN and infinity."""
+    import orbax.checkpoint as ocp
+
     (folder,) = {part_of(name) for name in part}
     for name, array in part.items():
         if (array.shape, array.dtype) != (expected[name].shape, expected[name].dtype):

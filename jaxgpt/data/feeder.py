@@ -4,17 +4,20 @@ The graph is range -> map(stateless Python reader) -> prefetch. What goes wrong 
 this file: a live tf.data iterator over Python code keeps the interpreter from exiting, an exception
 crosses TensorFlow as flat text, and a main thread inside tf.data cannot be interrupted. So a feeder
 thread owns the iterator, errors travel beside it, and the consumer waits on a queue with time-outs.
+TensorFlow's import takes 2 s of a core: it runs beside the first batch, which is read without it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import queue
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +30,7 @@ from jaxgpt.errors import JaxgptError
 # in groups of 16 batches of 65 KB took half the time that they took in groups of 4.
 GROUP, GROUP_BYTES = 16, 1 << 21
 POLL = 0.1  # seconds between looks at the stop flag
+KERAS = "keras.src.optimizers"  # what TensorFlow imports of it as the last thing of its own import
 Arrays = tuple[np.ndarray, ...]
 
 
@@ -34,12 +38,24 @@ def import_tensorflow() -> ModuleType:
     """Import TensorFlow for input pipelines only: quietly, and with every accelerator hidden."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # announces itself on stderr otherwise
-    import tensorflow as tf
+    # It loads all of Keras (0.4 of 2.2 s of a core) so that its optimisers are registered; where
+    # that fails it goes on without. Whoever wants tf.keras still gets it.
+    keras = sys.modules.setdefault(KERAS, None)
+    try:
+        import tensorflow as tf
+    finally:
+        if keras is None:
+            sys.modules.pop(KERAS, None)
 
     for kind in ("GPU", "TPU"):
         if tf.config.get_visible_devices(kind):  # by default TensorFlow takes all of its memory
             tf.config.set_visible_devices([], kind)
     return tf
+
+
+def _import_ahead() -> None:
+    with contextlib.suppress(Exception):  # the feeder imports it again, and hands the error on
+        import_tensorflow()
 
 
 class BatchStream:
@@ -72,7 +88,9 @@ class BatchStream:
         self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue(maxsize=1)
         self._outcome: BaseException | None = None  # why the iteration is over
         self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
-        self._tf = import_tensorflow()  # not in the thread: it may still run when the process exits
+        # Not in the feeder, which is a daemon: an interpreter that ends waits for the import.
+        self._import = threading.Thread(target=_import_ahead, name="tensorflow-import")
+        self._import.start()
         atexit.register(self.close)
         # One reader: rows of a batch are fetched together by the system, and with two the
         # interpreter's lock made all of it 1.5 times slower.
@@ -128,9 +146,9 @@ class BatchStream:
         self._put(outcome)
 
     def _pump(self) -> BaseException:
-        """Move batches from tf.data to the queue; return what ended it."""
+        """Move batches to the queue, all but the first from tf.data; return what ended it."""
         number = 0
-        for whole, *arrays in self._dataset().as_numpy_iterator():
+        for whole, *arrays in self._groups():
             count = len(arrays[0])
             if count:
                 self._put(split(self._finish(tuple(arrays))))
@@ -155,8 +173,22 @@ class BatchStream:
         error.add_note(self._where(number))
         return error
 
-    def _dataset(self) -> Any:
-        tf = self._tf
+    def _groups(self) -> Iterator[tuple]:
+        """Yield what `_guarded` returns of each group; the first needs no TensorFlow.
+
+        It is one batch: at the start each row brings in a block of 256 KiB.
+        """
+        if not self._num_batches:
+            return
+        yield self._guarded(np.int64(0))
+        while self._import.is_alive() and not self._stop.is_set():
+            self._import.join(POLL)
+        groups = 1 - (1 - self._num_batches) // self._group
+        if groups > 1 and not self._stop.is_set():
+            yield from self._dataset(groups).as_numpy_iterator()
+
+    def _dataset(self, groups: int) -> Any:
+        tf = import_tensorflow()  # is there, or raises again what went wrong
 
         def read(group: Any) -> tuple:
             types = [tf.bool, *(tf.as_dtype(dtype) for dtype, _ in self._layout)]
@@ -168,10 +200,8 @@ class BatchStream:
         options.deterministic = True
         options.autotune.enabled = False
         options.threading.private_threadpool_size = 1  # leaves XLA's threads alone
-        # The first group is one batch: at the start each row brings in a block of 256 KiB.
-        groups = 1 - (1 - self._num_batches) // self._group if self._num_batches else 0
         return (
-            tf.data.Dataset.range(groups)
+            tf.data.Dataset.range(1, groups)
             .map(tf.autograph.experimental.do_not_convert(read))
             .prefetch(self._prefetch)
             .with_options(options)
@@ -209,8 +239,16 @@ class BatchStream:
         found: list[Arrays] = []
         for number in range(first, last):
             try:
-                found.append(self._read(number, 1))
+                found.append(self._fitting(number, self._read(number, 1)))
             except BaseException as error:
                 self._errors[number] = error
                 break
         return tuple(map(np.concatenate, zip(*found, strict=True)))
+
+    def _fitting(self, number: int, arrays: Arrays) -> Arrays:
+        """Return the arrays of one batch, if they are what the layout says."""
+        found = [(array.dtype, array.shape) for array in arrays]
+        wanted = [(np.dtype(dtype), (1, *shape)) for dtype, shape in self._layout]
+        if found != wanted:
+            raise ValueError(f"batch {number} has dtypes and shapes {found} in place of {wanted}")
+        return arrays

@@ -113,9 +113,19 @@ def sample(
     """
     Sampling(temperature, top_k, top_p, min_p)
     if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)  # the first of equal maxima
+        return _first_of_best(logits)
     if key.ndim == 0:
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(logits.shape[0]))
     scaled, ids = candidates(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     choice = jax.vmap(jax.random.categorical)(key, scaled)
     return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
+
+
+def _first_of_best(logits: Array) -> Array:
+    """Return `argmax` of logits [B, V], int32 [B]: the first of equal maxima.
+
+    XLA:CPU reduces values and indices together one by one: 16 rows of GPT-2 take 3.9 ms, not 0.4.
+    """
+    last = logits.shape[-1] - 1
+    best = logits == jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(best, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)

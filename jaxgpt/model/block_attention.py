@@ -8,18 +8,21 @@ empty and no gradient is NaN. Softmax is float32; products are in q's dtype.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxgpt.model.dropout import Draws, keep
+from jaxgpt.model.shards import here
 
 Array = jax.Array
 
 BLOCK = 128  # query rows; on CPU 1.5 times faster than the whole matrix at T = 512, more beyond
 TALL_BLOCK = 512  # of accelerators, whose matrix units want taller products
 MAX_BLOCKS = 32  # longer rows get taller blocks, so that compile time stays bounded
+MAX_CPU_BLOCKS = 16  # there the sums of their gradients are written out, see `_cut`
 MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0, and gradients stay finite
 
 
@@ -49,13 +52,17 @@ def block_attention(
     if key_segment_ids is None:
         key_segment_ids = segment_ids
     weigh = partial(weighted, scale=scale, softcap=softcap, dropout=dropout, draws=draws)
-    rows = max(rows, -(-T // MAX_BLOCKS))
-    q, k, v = by_head(q, k, v)
-    outputs = []
-    for start in range(0, T, rows):
-        stop = min(start + rows, T)
+    cpu = here().platform == "cpu"
+    rows = max(rows, -(-T // (MAX_CPU_BLOCKS if cpu else MAX_BLOCKS)))
+    starts = range(0, T, rows)
+    spans = []  # of the keys that the queries of each block see, first and one past the last
+    for start in starts:
         left = max(0, first + start - window + 1) if window else 0
-        right = first + stop
+        spans.append((left, first + min(start + rows, T)))
+    q, k, v = by_head(q, k, v)
+    parts = jnp.split(q, tuple(starts[1:]), axis=-2), _cut(k, tuple(spans)), _cut(v, tuple(spans))
+    outputs = []
+    for start, (left, right), query, key, value in zip(starts, spans, *parts, strict=True):
 
         def one(
             q: Array,
@@ -78,12 +85,71 @@ def block_attention(
             places = position + start, position + left - first
             return weigh(q, k, v, visible, places=places)
 
-        parts = [q[..., start:stop, :], k[:, :, left:right], v[:, :, left:right], None, None]
+        ids, key_ids = None, None
         if segment_ids is not None:
-            parts[3:] = segment_ids[:, start:stop], key_segment_ids[:, left:right]
-        outputs.append((jax.checkpoint(one) if recompute else one)(*parts))
-    out = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=3)
-    return by_token(out)
+            ids, key_ids = segment_ids[:, start : right - first], key_segment_ids[:, left:right]
+        attend = jax.checkpoint(one) if recompute else one
+        outputs.append(attend(query, key, value, ids, key_ids))
+    return by_token(_joined(outputs, axis=3))
+
+
+def _joined(parts: list[Array], axis: int) -> Array:
+    """Return the concatenation of parts; on CPU kept apart from what comes before and after.
+
+    Joined with a transpose in one loop, XLA:CPU asks for each element which part it is of.
+    """
+    if len(parts) == 1 or here().platform != "cpu":
+        return jnp.concatenate(parts, axis)
+    return jax.lax.optimization_barrier(jnp.concatenate(jax.lax.optimization_barrier(parts), axis))
+
+
+Spans = tuple[tuple[int, int], ...]
+
+
+def _cut(x: Array, spans: Spans) -> list[Array]:
+    """Return the overlapping parts x[:, :, first:stop] of keys or values [B, K, S, H]."""
+    if here().platform == "cpu":
+        return _parts(x, spans, x.shape[2])
+    return [x[:, :, first:stop] for first, stop in spans]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _parts(x: Array, spans: Spans, size: int) -> list[Array]:
+    """Return those of `_cut` on CPU; `size` is S."""
+    return [x[:, :, first:stop] for first, stop in spans]
+
+
+def _parts_forward(x: Array, spans: Spans, size: int) -> tuple[list[Array], None]:
+    return _parts(x, spans, size), None
+
+
+def _parts_backward(spans: Spans, size: int, _: None, grads: list[Array]) -> tuple[Array]:
+    """Sum the parts where they overlap, in float32.
+
+    Differentiated by JAX, each part would be padded to the whole length, and their sums take XLA
+    three times as long. Behind a barrier, or oneDNN is asked to add a part to the product that
+    another one is, and leaves it out (JAX 0.12.0.1 in float32: off by 100 %).
+    """
+    grads = jax.lax.optimization_barrier(grads)
+    like = grads[0]
+    bounds = sorted({0, size}.union(*spans))
+    pieces = []
+    for left, right in itertools.pairwise(bounds):
+        covering = [
+            grad[:, :, left - first : right - first]
+            for (first, stop), grad in zip(spans, grads, strict=True)
+            if first <= left and right <= stop
+        ]
+        if not covering:  # keys of earlier devices that no query of this one sees
+            covering = [jnp.zeros_like(like, shape=(*like.shape[:2], right - left, like.shape[3]))]
+        total = covering[0]
+        for part in covering[1:]:
+            total = total.astype(jnp.float32) + part.astype(jnp.float32)
+        pieces.append(total.astype(like.dtype))
+    return (_joined(pieces, axis=2),)
+
+
+_parts.defvjp(_parts_forward, _parts_backward)
 
 
 def weighted(

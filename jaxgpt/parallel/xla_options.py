@@ -21,6 +21,7 @@ from jaxgpt.parallel.mesh import platform as platform_of
 Value = bool | int | float | str
 ONEDNN = "xla_cpu_experimental_onednn_custom_call"
 YNN = "xla_cpu_experimental_ynn_fusion_type"
+WIDTH = "xla_cpu_prefer_vector_width"
 YNN_REPLACES = jax.__version_info__ >= (0, 12)  # before, its absence makes products slower
 
 
@@ -76,17 +77,26 @@ def preset(platform: str, kind: str, devices: int) -> dict[str, Value]:
 def of_dtype(compute_dtype: DTypeLike, platform: str) -> dict[str, Value]:
     """Return the options that products in this dtype need to be fast, and right.
 
-    On CPU, JAX 0.12 leaves weight gradients in bfloat16 to a float32 kernel, and sends them to
-    oneDNN (twice as fast) with the first option; with the second, which leaves YNNPACK nothing but
-    reductions, oneDNN has all the other products as well: a step of GPT-2 124M takes 0.9 of the
-    time. In float32 the first gave wrong gradients of attention (JAX 0.12.0.1), so there it is
-    turned off even if XLA_FLAGS has it. JAX 0.10 accepts it without effect.
+    On CPU, JAX 0.12 leaves weight gradients to a slower kernel, in bfloat16 to a float32 one, and
+    sends them to oneDNN with the first option; with the second, which leaves YNNPACK nothing but
+    reductions, oneDNN has all other products as well: against XLA's own choice GPT-2 124M takes
+    half the time in bfloat16, in float32 nine tenths. oneDNN is handed sums of products as well,
+    and not all of them rightly: see `model.block_attention`. JAX 0.10 accepts the first option
+    without effect. The third lets activations and softmax use all of AVX-512.
     """
     if platform != "cpu":
         return {}
-    if jnp.dtype(compute_dtype) != jnp.bfloat16:
+    narrow = jnp.dtype(compute_dtype) == jnp.bfloat16
+    if not YNN_REPLACES:
+        return {ONEDNN: narrow}
+    if not narrow and jnp.dtype(compute_dtype) != jnp.float32:
         return {ONEDNN: False}
-    return {ONEDNN: True} | ({YNN: "LIBRARY_FUSION_TYPE_REDUCE"} if YNN_REPLACES else {})
+    return {ONEDNN: True, YNN: "LIBRARY_FUSION_TYPE_REDUCE", WIDTH: 512}
+
+
+def trusted(platform: str) -> dict[str, Value]:
+    """Return the options of a program that others are compared with: XLA's own kernels alone."""
+    return {ONEDNN: False} if platform == "cpu" else {}  # also where XLA_FLAGS asks for it
 
 
 def step_options(

@@ -11,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from jaxgpt.model import narrow
 from jaxgpt.model.exchange import slots_per_turn
 from jaxgpt.planning.layout import Layout
 from jaxgpt.planning.tensors import kept, score_bytes, tensors
 from jaxgpt.training.loss import chunk_size, chunk_tokens
+from jaxgpt.training.step import narrowed
 
 Moment = Literal["always", "saved", "gradients", "loss", "block", "host"]
 # What is there at the three moments of which the largest counts.
@@ -110,8 +112,15 @@ def _state(layout: Layout) -> list[Part]:
             how = f"float32 sums over {A} micro-batches: 4 x {held:,}"
             parts.append(Part("accumulated gradients", 4 * held, how, "always"))
         moment: Moment = "gradients" if A == 1 else "block"
-        how = f"{t.param_dtype}: {layout.param} x {held:,}"
-        parts.append(Part("gradients", layout.param * held, how, moment))
+        short = 0
+        if narrowed(layout.cfg, layout.target.chip.platform):
+            matrices = {f"layers/{name}" for name in narrow.names(layout.cfg.model)}
+            short = sum(layout.held(one) for one in layout.weights if one.name in matrices)
+        how = f"{t.param_dtype}: {layout.param} x {held - short:,}"
+        if short:
+            how += f" + {t.compute_dtype}, of layers: {layout.compute} x {short:,}"
+        size = layout.param * (held - short) + layout.compute * short
+        parts.append(Part("gradients", size, how, moment))
     fields = 5 if layout.cfg.data.document_mask else 3
     size = PREFETCHED * A * layout.rows * layout.length * 4 * fields
     how = f"{PREFETCHED} x {A} x {layout.rows} rows x {layout.length} tokens x {fields} x 4"

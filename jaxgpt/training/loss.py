@@ -135,7 +135,7 @@ def token_losses(
 
     def body(carry: None, part: tuple[Array, ...]) -> tuple[None, Array]:
         logits, _ = _logits(part[0], head, opt)
-        return carry, _token_terms(logits, part[1])[0]
+        return carry, _token_terms(logits, part[1], opt)[0]
 
     _, losses = _scan(body, None, (hidden, t), opt.chunk)
     return jnp.where(used, _join(losses, targets.shape), 0.0)
@@ -144,11 +144,11 @@ def token_losses(
 def chunk_tokens(vocab_size: int, platform: str) -> int:
     """Return the tokens per chunk on each device.
 
-    On CPU 32 MiB of float32 logits, about the last-level cache, but at least 256 tokens: each chunk
+    On CPU 32 MiB of float32 logits, about the last-level cache, but at least 512 tokens: each chunk
     also adds [V, D] to the head gradient, which costs as much as the products of 120 tokens. On
-    accelerators 1 GiB and at least 4096, where larger products are no faster.
+    accelerators 512 MiB and at least 4096, where larger products are no faster.
     """
-    mebibytes, least = (32, 256) if platform == "cpu" else (1024, 4096)
+    mebibytes, least = (32, 512) if platform == "cpu" else (512, 4096)
     return max(least, mebibytes * 2**20 // (4 * vocab_size))
 
 
@@ -186,6 +186,8 @@ def _logits(hidden: Array, head: Array, opt: _Options) -> tuple[Array, Array]:
     """Return float32 logits [..., V], and before the cap (the same array if there is none)."""
     hidden, head = hidden.astype(opt.dtype), head.astype(opt.dtype)
     raw = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=opt.logits_dtype)
+    if opt.shards.platform != "cpu":
+        raw = jax.lax.optimization_barrier(raw)  # else XLA for TPU keeps them in float32 as well
     raw = raw.astype(jnp.float32)
     return (opt.softcap * jnp.tanh(raw / opt.softcap) if opt.softcap else raw), raw
 
@@ -196,17 +198,26 @@ def _logsumexp(logits: Array) -> Array:
     return top + jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True))
 
 
-def _token_terms(logits: Array, targets: Array) -> tuple[Array, Array]:
+def _token_terms(logits: Array, targets: Array, opt: _Options) -> tuple[Array, Array]:
     """Return -log softmax(logits)[target] and log sum exp(logits), [...] of logits [..., V]."""
     lse = _logsumexp(logits)[..., 0]
-    label = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+    if opt.shards.platform == "cpu":
+        label = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+    else:  # in the sweep that sums; a gather would want the float32 logits in memory
+        label = jnp.where(_one_hot(logits, targets), logits, 0.0).sum(-1)
     inside = (targets >= 0) & (targets < logits.shape[-1])
     return jnp.where(inside, lse - label, jnp.nan), lse
 
 
+def _one_hot(logits: Array, targets: Array) -> Array:
+    """Return where in logits [..., V] the targets [...] are."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return ids == targets[..., None]
+
+
 def _sums(logits: Array, targets: Array, weights: Array, opt: _Options) -> tuple[Array, ...]:
     """Return the weighted sums (total, nll, smoothing, z) of logits [..., V]."""
-    nll, lse = _token_terms(logits, targets)
+    nll, lse = _token_terms(logits, targets, opt)
 
     def weighted(terms: Array) -> Array:
         return jnp.where(weights != 0, weights * terms, 0.0).sum()
@@ -257,8 +268,11 @@ def _chunked_forward(
     start = _place(jnp.zeros((*h.shape[:2], *head.shape), jnp.float32), opt, PARTIAL)
     (sums, head_grad), h_grad = _scan(body, (NOTHING, start), (h, t, w), opt.chunk)
     h_grad = _join(h_grad, hidden.shape).astype(hidden.dtype)
-    head_grad = _sum_shards(head_grad, opt)
-    return sums, (h_grad, head_grad.astype(head.dtype))
+    head_grad = _sum_shards(head_grad, opt).astype(head.dtype)
+    if opt.shards.platform != "cpu":
+        # Else XLA may end it after the backward passes of the blocks, and keep [V, D] until then.
+        h_grad, head_grad = jax.lax.optimization_barrier((h_grad, head_grad))
+    return sums, (h_grad, head_grad)
 
 
 def _logits_grad(logits: Array, raw: Array, t: Array, w: Array, opt: _Options) -> Array:
@@ -270,7 +284,7 @@ def _logits_grad(logits: Array, raw: Array, t: Array, w: Array, opt: _Options) -
     share = scale / total
     if opt.z_loss:
         share = share * (1.0 + 2.0 * opt.z_loss * (top + jnp.log(total)))
-    one_hot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == t[..., None]
+    one_hot = _one_hot(logits, t)
     wanted = jnp.where(one_hot, 1.0 - opt.smoothing, 0.0) + opt.smoothing / logits.shape[-1]
     grad = powers * share - scale * wanted
     if opt.softcap:

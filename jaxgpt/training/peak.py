@@ -29,6 +29,7 @@ from jaxgpt.runtime import processor
 # Rows, depth and columns of the products timed; the small ones stay in a CPU's cache.
 CPU_SHAPES = ((512, 768, 3072), (1024, 1024, 1024), (2048, 1024, 1024))
 ACCELERATOR_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
+RATES = "matmul_peak.json"  # in the user's cache
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,13 @@ class Peak:
 
 
 def measure_matmul_peak(
-    dtype: DTypeLike, devices: Sequence[jax.Device], processors: int = 1
+    dtype: DTypeLike, devices: Sequence[jax.Device], processors: int = 1, *, again: bool = True
 ) -> Peak:
     """Return the peak of `devices` for products in `dtype`, measuring at most about half a second.
 
     Simulated CPU devices share the cores of a machine, and so may processes: CPUs count as the
-    `processors` that they are.
+    `processors` that they are. A rate that is stored for a CPU is measured only `again`: it takes
+    0.7 s of a core, as programs that call oneDNN cannot be kept compiled.
     """
     name = np.dtype(dtype).name
     kind, platform = devices[0].device_kind, devices[0].platform
@@ -56,22 +58,32 @@ def measure_matmul_peak(
     count = processors if platform == "cpu" else len(devices)
     hardware = f"{processor.num_cores()} CPU cores" if platform == "cpu" else kind
     source = f"best {name} matmul measured on {hardware}" + (f" x {count}" if count > 1 else "")
-    return Peak(_best_rate(name, platform) * count, source)
+    known = _known_rate(name, platform) if platform == "cpu" and not again else None
+    return Peak((known or _best_rate(name, platform)) * count, source)
+
+
+def _known_rate(dtype: str, platform: str) -> float | None:
+    key, folder = _place(dtype, jax.local_devices(backend=platform)[0])
+    return _read_rates(folder / RATES).get(key) if folder else None
+
+
+def _place(dtype: str, device: jax.Device) -> tuple[str, Path | None]:
+    """Return the name of a rate, and the folder where it is stored, if there is one."""
+    hardware = f"{processor.cpu_key()}x{processor.num_cores()}"
+    if device.platform != "cpu":
+        hardware = device.device_kind
+    return f"{hardware} jaxlib {jaxlib.__version__} {dtype}", processor.cache_folder()[0]
 
 
 @functools.cache
 def _best_rate(dtype: str, platform: str) -> float:
     """Return the best rate, FLOP/s, of one device: timed now, or in an earlier process here."""
     device = jax.local_devices(backend=platform)[0]
-    hardware = f"{processor.cpu_key()}x{processor.num_cores()}"
-    if platform != "cpu":
-        hardware = device.device_kind
-    key = f"{hardware} jaxlib {jaxlib.__version__} {dtype}"
-    folder, _ = processor.cache_folder()
-    known = _read_rates(folder / "matmul_peak.json") if folder else {}
+    key, folder = _place(dtype, device)
+    known = _read_rates(folder / RATES) if folder else {}
     rate = _matmul_rate(dtype, device, seconds=0.15 if key in known else 0.5)
     if folder and rate > known.get(key, 0.0):
-        _write_rates(folder / "matmul_peak.json", known | {key: rate})
+        _write_rates(folder / RATES, known | {key: rate})
     return max(rate, known.get(key, 0.0))
 
 

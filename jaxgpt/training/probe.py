@@ -20,7 +20,7 @@ from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
 from jaxgpt.errors import NumericsError
 from jaxgpt.model import gpt
-from jaxgpt.parallel.xla_options import compile_with, of_dtype, preset
+from jaxgpt.parallel.xla_options import compile_with, of_dtype, preset, trusted
 from jaxgpt.training.comparison import HASTY, leaf_errors, named_leaves, random_documents, share
 from jaxgpt.training.loss import chunk_tokens
 from jaxgpt.training.step import gradients
@@ -69,8 +69,8 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
         params = init(jax.random.key(0))
         tested = _run(cfg, small, dtype, options, params, batch)
         with jax.default_matmul_precision("highest"):
-            trusted = of_dtype("float32", device.platform)
-            reference = _run(cfg, small, "float32", trusted, params, batch)
+            alone = trusted(device.platform)
+            reference = _run(cfg, small, "float32", alone, params, batch)
     (grads, loss), (right_grads, right_loss) = tested, reference
     loss_error = share(abs(loss - right_loss), abs(right_loss))
     errors = leaf_errors(named_leaves(grads), named_leaves(right_grads))

@@ -43,10 +43,15 @@ def init_state(cfg: Config, optimizer: Optimizer, key: Array) -> TrainState:
     return TrainState(zero, params, optimizer.init(params), zero, zero, jnp.uint32(0))
 
 
-def create(cfg: Config, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Return `init_state` for `run.seed`, each array made where it lies on the mesh."""
+def create(
+    cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: TrainState | None = None
+) -> TrainState:
+    """Return `init_state` for `run.seed`, each array made where it lies on the mesh.
+
+    `shardings` are those of `state_shardings`, which traces the initialisation, if they are known.
+    """
     make = functools.partial(init_state, cfg, optimizer)
-    shardings = state_shardings(mesh, cfg, optimizer)
+    shardings = shardings or state_shardings(mesh, cfg, optimizer)
     # XLA:CPU compiles it in 2 s of a core in place of 4.5 (a small GPT), and it runs once.
     options = {"xla_backend_optimization_level": 1} if platform(mesh) == "cpu" else None
     make = jax.jit(make, out_shardings=shardings, compiler_options=options)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
-from jaxgpt.model import gpt, pipeline, staging
+from jaxgpt.model import gpt, narrow, pipeline, staging
 from jaxgpt.model import params as parameters
 from jaxgpt.model.attention import asked
 from jaxgpt.model.moe import RouterSums
@@ -99,9 +99,9 @@ def gradients(
     """Return the gradient of the loss summed over the batch, and the sums it is made of.
 
     Neither is divided by the weight. Gradients are float32, except with A = 1, where they have
-    the parameters' dtype. Sums: `total` (what is differentiated), `loss_sum`, `weight`, and
-    `z_loss_sum`, `label_smoothing_sum`, `aux_loss_sum` and those of `routing.losses` where
-    configured. `chunk` is passed to the loss.
+    the parameters' dtype, or on accelerators that of the product that gives them. Sums: `total`
+    (what is differentiated), `loss_sum`, `weight`, and `z_loss_sum`, `label_smoothing_sum`,
+    `aux_loss_sum` and those of `routing.losses` where configured. `chunk` is passed to the loss.
     """
     A, B, _ = batch.tokens.shape
     seed = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
@@ -111,11 +111,21 @@ def gradients(
     # end. Left to the partitioner they would meet after each micro-batch.
     replicas = mesh.shape["data"] if mesh is not None and A > 1 else 1
     shards = Placement(mesh, ("data",) if replicas > 1 else ())
-    differentiate = jax.value_and_grad(functools.partial(_loss, cfg, shards, chunk), has_aux=True)
+    trained, whole = params, lambda trained: trained
+    if A == 1 and narrowed(cfg, shards.platform):
+        trained = params.replace(
+            layers=narrow.sink(cfg.model, params.layers, cfg.train.compute_dtype)
+        )
+        whole = lambda p: p.replace(layers=narrow.Stacked(params.layers, p.layers))  # noqa: E731
+
+    def loss(trained: Params, micro: Batch, keys: Array | None) -> tuple[Array, Metrics]:
+        return _loss(cfg, shards, chunk, whole(trained), micro, keys)
+
+    differentiate = jax.value_and_grad(loss, has_aux=True)
 
     def one(micro: Batch, rows: Array) -> tuple[Params, Metrics]:
         keys = jax.vmap(lambda row: jax.random.fold_in(seed, row))(rows)
-        (_, sums), grads = differentiate(params, micro, keys if cfg.model.dropout else None)
+        (_, sums), grads = differentiate(trained, micro, keys if cfg.model.dropout else None)
         return grads, sums
 
     rows = jnp.arange(A * B).reshape(A, B)  # of the global batch
@@ -144,6 +154,13 @@ def gradients(
         grads, sums = jax.tree.map(lambda x: x.sum(0), (grads, sums))
         grads = _placed(cfg, mesh, grads)
     return grads, sums
+
+
+def narrowed(cfg: Config, platform: str) -> bool:
+    """Tell whether the gradients of layers are kept in the compute dtype, by `model.narrow`."""
+    widths = jnp.dtype(cfg.train.compute_dtype).itemsize, jnp.dtype(cfg.train.param_dtype).itemsize
+    one = cfg.train.accum_steps == 1
+    return one and cfg.model.stacked and widths[0] < widths[1] and platform != "cpu"
 
 
 def _of_pipeline(
