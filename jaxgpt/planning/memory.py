@@ -166,34 +166,30 @@ def _loss(layout: Layout) -> list[Part]:
     all_tokens = layout.tokens * layout.places
     most = chunk_tokens(cfg.model.vocab_size, layout.target.chip.platform)
     tokens = chunk_size(all_tokens, most)
-    # The product is rounded and widened where it is written: on a TPU v5e the compiler kept 6 bytes
-    # per logit at once in bfloat16, not 8.
+    # The product is widened where it is read: only XLA for GPU writes it down in float32.
     size, c, gpu = vocab * D, layout.compute, layout.target.chip.platform == "gpu"
-    each = 4 + c
+    wide = gpu or cfg.train.logits_dtype != "compute"
+    each = (4 if wide else c) + c
     logits = Part(
         "logits",
         each * tokens * vocab,
-        f"a chunk of {tokens:,} tokens x {vocab:,} ids x {each} (float32 4, gradient {c})",
+        f"a chunk of {tokens:,} tokens x {vocab:,} ids x {each} (gradient {c})",
         "loss",
     )
-    # Then their gradient gives a chunk's part of the head's, in float32 on a TPU.
-    part = c if gpu else 4
+    # Then their gradient gives a chunk's part of the head's.
     product = Part(
         "gradient of logits",
-        c * tokens * vocab + part * size,
-        f"{c} x {tokens:,} tokens x {vocab:,} ids + a part of the head's: {part} x {size:,}",
+        c * tokens * vocab + c * size,
+        f"{c} x {tokens:,} tokens x {vocab:,} ids + a part of the head's: {c} x {size:,}",
         "loss",
     )
-    # XLA for GPU ends the head's gradient only after the backward passes of the blocks: it keeps
-    # the gradient of the last logits until then, if these are a shorter chunk.
     rest = all_tokens % tokens if gpu else 0
-    until_then: Moment = "saved" if gpu else "loss"
     return [
         Part("head", c * size, f"gathered: {c} x {vocab:,} ids x {D:,}", "loss"),
-        Part("gradient of the head", 4 * size, f"float32: 4 x {vocab:,} ids x {D:,}", until_then),
+        Part("gradient of the head", 4 * size, f"float32: 4 x {vocab:,} ids x {D:,}", "loss"),
         max(logits, product, key=lambda part: part.bytes),
         Part("gradient of the last logits", c * rest * vocab,
-             f"of a shorter chunk: {c} x {rest:,} tokens x {vocab:,} ids", until_then),
+             f"of a shorter chunk: {c} x {rest:,} tokens x {vocab:,} ids", "loss"),
         Part("hidden states", 2 * c * all_tokens * D,
              f"and their gradient: 2 x {c} x {all_tokens:,} tokens x {D:,}", "loss"),
         Part("final norm", 4 * all_tokens * D if layout.piped else 0,
