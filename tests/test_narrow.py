@@ -17,7 +17,6 @@ from jaxgpt.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainCon
 from jaxgpt.data.packing import Batch
 from jaxgpt.model import narrow
 from jaxgpt.model.params import Params, abstract, restack, specs
-from jaxgpt.model.shards import Whole
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import Placement
 from jaxgpt.training import step
@@ -46,7 +45,7 @@ def batch(cfg: Config) -> Batch:
 
 
 def gradients(monkeypatch: Any, cfg: Config, way: str, devices: int = 1) -> Params:
-    monkeypatch.setattr(step, "_narrowed", lambda *_: VIA[way])
+    monkeypatch.setattr(step, "narrowed", lambda *_: VIA[way])
     mesh = make_mesh(cfg.mesh, jax.devices()[:devices]) if devices > 1 else None
     find = jax.jit(functools.partial(step.gradients, cfg, mesh=mesh))
     return find(stacked_params(cfg.model), batch(cfg), 0)[0]
@@ -105,7 +104,7 @@ def test_an_update_is_that_of_the_same_gradients_in_float32(name):
 
 
 def test_several_micro_batches_are_summed_in_float32(monkeypatch):
-    monkeypatch.setattr(step, "_narrowed", lambda *_: True)
+    monkeypatch.setattr(step, "narrowed", lambda *_: True)
     cfg = config(LLAMA, micro_batch=4)
     rows = jax.tree.map(lambda x: x.reshape(2, 4, -1), batch(cfg))
     found = jax.eval_shape(functools.partial(step.gradients, cfg), stacked_params(LLAMA), rows, 0)
@@ -113,12 +112,12 @@ def test_several_micro_batches_are_summed_in_float32(monkeypatch):
 
 
 def test_gradients_are_kept_narrow_on_accelerators_only_and_where_it_saves_memory():
-    def kept(platform: str, **train: str) -> bool:
-        return step._narrowed(config(LLAMA, **train), Whole(platform))
+    def kept(platform: str, **train: str | int) -> bool:
+        return step.narrowed(config(LLAMA, **train), platform)
 
     assert kept("tpu") and kept("gpu") and not kept("cpu")
     assert not kept("tpu", param_dtype="bfloat16")
-    assert not kept("tpu", compute_dtype="float32")
+    assert not kept("tpu", compute_dtype="float32") and not kept("tpu", micro_batch=4)
 
 
 def test_a_weight_is_rounded_as_by_a_cast():
