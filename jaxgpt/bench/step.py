@@ -54,7 +54,7 @@ def measure(
         cfg, cfg.train.num_steps, parameters.abstract(specs, cfg.train.param_dtype)
     )
     placed = states.state_shardings(mesh, cfg, tx)
-    state = states.create(cfg, tx, mesh)
+    state = states.create(cfg, tx, mesh, placed)
     batch = sharding.to_global(mesh, random_batch(cfg))
     # What is timed must be right.
     gradient_error = probe_memory.check(cfg, cpu_key())[0].leaf_error if check else None

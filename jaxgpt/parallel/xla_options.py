@@ -90,7 +90,7 @@ def of_dtype(compute_dtype: DTypeLike, platform: str) -> dict[str, Value]:
     if not YNN_REPLACES:
         return {ONEDNN: narrow}
     if not narrow and jnp.dtype(compute_dtype) != jnp.float32:
-        return {ONEDNN: False}
+        return trusted(platform)
     return {ONEDNN: True, YNN: "LIBRARY_FUSION_TYPE_REDUCE", WIDTH: 512}
 
 

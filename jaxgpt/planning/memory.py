@@ -183,13 +183,10 @@ def _loss(layout: Layout) -> list[Part]:
         f"{c} x {tokens:,} tokens x {vocab:,} ids + a part of the head's: {c} x {size:,}",
         "loss",
     )
-    rest = all_tokens % tokens if gpu else 0
     return [
         Part("head", c * size, f"gathered: {c} x {vocab:,} ids x {D:,}", "loss"),
         Part("gradient of the head", 4 * size, f"float32: 4 x {vocab:,} ids x {D:,}", "loss"),
         max(logits, product, key=lambda part: part.bytes),
-        Part("gradient of the last logits", c * rest * vocab,
-             f"of a shorter chunk: {c} x {rest:,} tokens x {vocab:,} ids", "loss"),
         Part("hidden states", 2 * c * all_tokens * D,
              f"and their gradient: 2 x {c} x {all_tokens:,} tokens x {D:,}", "loss"),
         Part("final norm", 4 * all_tokens * D if layout.piped else 0,
