@@ -286,14 +286,15 @@ def test_nothing_is_left_of_a_stream_that_failed_and_was_not_closed(error):
         next(stream)
 
 
-def test_the_first_batch_does_not_wait_for_tensorflow(monkeypatch):
+def test_batches_do_not_wait_for_tensorflow(monkeypatch):
     imports, may_end = feeder.import_tensorflow, threading.Event()
     monkeypatch.setattr(feeder, "import_tensorflow", lambda: may_end.wait(60) and imports())
-    with make(batch_of) as stream:
-        assert int(next(stream).tokens[0, 0]) == 0
+    monkeypatch.setattr(feeder, "GROUP", 2)  # groups of 1, 2, 2, ...
+    with make(batch_of, num_batches=40) as stream:
+        assert [int(next(stream).tokens[0, 0]) for _ in range(8)] == list(range(8))
         assert not may_end.is_set()
         may_end.set()
-        assert [int(batch.tokens[0, 0]) for batch in stream] == [1, 2, 3, 4]
+        assert [int(batch.tokens[0, 0]) for batch in stream] == list(range(8, 40))
 
 
 def test_closing_does_not_wait_for_tensorflow(monkeypatch):

@@ -4,7 +4,7 @@ The graph is range -> map(stateless Python reader) -> prefetch. What goes wrong 
 this file: a live tf.data iterator over Python code keeps the interpreter from exiting, an exception
 crosses TensorFlow as flat text, and a main thread inside tf.data cannot be interrupted. So a feeder
 thread owns the iterator, errors travel beside it, and the consumer waits on a queue with time-outs.
-TensorFlow's import takes 2 s of a core: it runs beside the first batch, which is read without it.
+TensorFlow's import takes 2 s of a core: it runs beside the first batches, read without it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class BatchStream:
         self._put(outcome)
 
     def _pump(self) -> BaseException:
-        """Move batches to the queue, all but the first from tf.data; return what ended it."""
+        """Move batches to the queue; return what ended it."""
         number = 0
         for whole, *arrays in self._groups():
             count = len(arrays[0])
@@ -174,20 +174,19 @@ class BatchStream:
         return error
 
     def _groups(self) -> Iterator[tuple]:
-        """Yield what `_guarded` returns of each group; the first needs no TensorFlow.
+        """Yield what `_guarded` returns of each group, called by tf.data as soon as it is there.
 
-        It is one batch: at the start each row brings in a block of 256 KiB.
+        The first group is one batch: at the start each row brings in a block of 256 KiB.
         """
-        if not self._num_batches:
-            return
-        yield self._guarded(np.int64(0))
-        while self._import.is_alive() and not self._stop.is_set():
-            self._import.join(POLL)
-        groups = 1 - (1 - self._num_batches) // self._group
-        if groups > 1 and not self._stop.is_set():
-            yield from self._dataset(groups).as_numpy_iterator()
+        groups = 1 - (1 - self._num_batches) // self._group if self._num_batches else 0
+        number = 0
+        while number < groups and (number == 0 or self._import.is_alive()):
+            yield self._guarded(np.int64(number))
+            number += 1
+        if number < groups and not self._stop.is_set():
+            yield from self._dataset(number, groups).as_numpy_iterator()
 
-    def _dataset(self, groups: int) -> Any:
+    def _dataset(self, first: int, groups: int) -> Any:
         tf = import_tensorflow()  # is there, or raises again what went wrong
 
         def read(group: Any) -> tuple:
@@ -201,7 +200,7 @@ class BatchStream:
         options.autotune.enabled = False
         options.threading.private_threadpool_size = 1  # leaves XLA's threads alone
         return (
-            tf.data.Dataset.range(1, groups)
+            tf.data.Dataset.range(first, groups)
             .map(tf.autograph.experimental.do_not_convert(read))
             .prefetch(self._prefetch)
             .with_options(options)
