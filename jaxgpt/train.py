@@ -124,7 +124,8 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
         mesh = meshes.make_mesh(cfg.mesh)
         model = parameters.specs(cfg.model)
         tx = optimizer.build(cfg, total, parameters.abstract(model, cfg.train.param_dtype))
-        placed = states.state_shardings(mesh, cfg, tx)
+        shapes = states.abstract_state(cfg, tx, mesh)
+        placed = states.shardings(shapes)
         train_step = step.make_train_step(cfg, tx, mesh, placed)  # refuses what does not divide
         if mesh.size > 1:
             say(f"mesh: {meshes.in_words(mesh.shape)}")
@@ -142,7 +143,7 @@ def train(cfg: Config, say: Callable[[str], None] = print_line) -> Outcome:
             mesh.devices.ravel().tolist(),
             start.num_processors(),
         )
-        shapes, ahead = states.abstract_state(cfg, tx, placed), None
+        ahead = None
         with dog.phase("compile"):
             peak = measure_peak(again=False)  # first, while nothing else computes
             if newest is None or newest.step < total:

@@ -302,22 +302,34 @@ def test_closing_does_not_wait_for_tensorflow(monkeypatch):
     monkeypatch.setattr(feeder, "import_tensorflow", lambda: may_end.wait(60))
     try:
         with make(batch_of) as stream:
-            next(stream)
+            for _ in range(3):
+                next(stream)
         assert soon(lambda: alive() == [])
         assert not may_end.is_set()
     finally:
         may_end.set()
 
 
-def test_an_import_of_tensorflow_that_fails_is_raised_after_the_first_batch(monkeypatch):
+def test_an_import_of_tensorflow_that_fails_is_raised_after_the_first_batches(monkeypatch):
     def fail() -> None:
         raise ImportError("libtensorflow is gone")
 
     monkeypatch.setattr(feeder, "import_tensorflow", fail)
-    with make(batch_of) as stream:
-        next(stream)
+    with make(batch_of, num_batches=10_000) as stream:
+        next(stream), next(stream)
         with pytest.raises(ImportError, match="is gone"):
-            next(stream)
+            list(stream)
+
+
+def test_tensorflow_is_not_imported_beside_the_first_step(monkeypatch):
+    """In `train` the second batch is asked for while the first step runs, the third after it."""
+    begun = threading.Event()
+    monkeypatch.setattr(feeder, "import_tensorflow", begun.set)
+    with make(batch_of, num_batches=10_000) as stream:
+        next(stream), next(stream)
+        assert not begun.wait(0.5)
+        next(stream)
+        assert begun.wait(60)
 
 
 def test_tensorflow_comes_without_keras_which_can_still_be_had():

@@ -21,6 +21,7 @@ from jaxgpt.model.params import Params, abstract, restack, specs
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import tree_shardings
 from jaxgpt.training import optimizer
+from jaxgpt.training import state as states
 
 SMALL = dataclasses.replace(LLAMA, seq_len=32)
 DIGEST = "a" * 64  # of a tokenizer
@@ -144,7 +145,8 @@ def start(cfg: Config, sizes: dict[str, int]) -> tuple[Any, list[str]]:
     said: list[str] = []
     mesh = make_mesh(MeshConfig(**sizes))
     tx = optimizer.build(cfg, 10, abstract(specs(cfg.model), cfg.train.param_dtype))
-    return start_state(cfg, tx, mesh, find_source(cfg, DIGEST), said.append), said
+    placed = states.state_shardings(mesh, cfg, tx)
+    return start_state(cfg, tx, mesh, find_source(cfg, DIGEST), said.append, placed), said
 
 
 def test_weights_lie_where_the_run_wants_them_and_all_else_is_new(source):

@@ -246,7 +246,7 @@ def test_xla_agrees_on_a_step_of_eight_simulated_devices():
     ids, floats = (jax.ShapeDtypeStruct((A, B, T), d, sharding=where) for d in ("int32", "float32"))
     compiled = (
         step.make_train_step(cfg, built, mesh, shardings)
-        .lower(state.abstract_state(cfg, built, shardings), Batch(ids, ids, floats))
+        .lower(state.abstract_state(cfg, built, mesh), Batch(ids, ids, floats))
         .compile()
     )
     at, found = layout(cfg, CPUS), compiled.memory_analysis()

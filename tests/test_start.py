@@ -286,13 +286,13 @@ def test_the_step_compiled_ahead_is_that_of_the_batches_that_come(
     mesh = meshes.make_mesh(cfg.mesh)
     specs = parameters.abstract(parameters.specs(cfg.model), "float32")
     tx = optimizer.build(cfg, 20, specs)
-    placed = states.state_shardings(mesh, cfg, tx)
+    shapes = states.abstract_state(cfg, tx, mesh)
+    placed = states.shardings(shapes)
     train_step = step.make_train_step(cfg, tx, mesh, placed)
     texts = []
     monkeypatch.setattr(
         start, "compile_with", lambda lowered, more: texts.append(lowered.as_text())
     )
-    shapes = states.abstract_state(cfg, tx, placed)
     start.compile_ahead(cfg, train_step, shapes, mesh, 0).compiled.result()
     micro_rows = micro_batch or 16
     ids = np.zeros((16 // micro_rows, micro_rows, 16), np.int32)

@@ -44,9 +44,8 @@ def measure(
     meshes.check_run(mesh, cfg)
     shapes = parameters.abstract(parameters.specs(cfg.model), cfg.train.param_dtype)
     tx = optimizer.build(cfg, cfg.train.num_steps, shapes)
-    placed = states.state_shardings(mesh, cfg, tx)
-    state = jax.block_until_ready(states.create(cfg, tx, mesh, placed))
-    abstract = states.abstract_state(cfg, tx, placed)
+    abstract = states.abstract_state(cfg, tx, mesh)
+    state = jax.block_until_ready(states.create(cfg, tx, mesh, states.shardings(abstract)))
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     turns: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="jaxgpt-bench-", dir=folder) as scratch:

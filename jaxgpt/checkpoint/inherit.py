@@ -83,16 +83,15 @@ def start_state(
     mesh: Mesh,
     source: Source | None,
     say: Callable[[str], None],
-    shardings: TrainState | None = None,
+    placed: TrainState,
 ) -> TrainState:
     """Return the state before the first step, of random weights or of those of `source`.
 
     The latter are read straight to where they lie on the mesh, each verified, then brought into the
-    run's layout and `train.param_dtype`; a rounding is said. `shardings`: as of `states.create`.
+    run's layout and `train.param_dtype`; a rounding is said. `placed`: the sharding of each leaf.
     """
-    shardings = shardings or states.state_shardings(mesh, cfg, optimizer)
     if source is None:
-        return states.create(cfg, optimizer, mesh, shardings)
+        return states.create(cfg, optimizer, mesh, placed)
     try:
         _, loaded, record = load.load_step(
             source.directory, shardings=lambda of: tree_shardings(mesh, parameters.specs(of.model))
@@ -111,10 +110,9 @@ def start_state(
     def make(weights: Params) -> TrainState:
         weights = parameters.restack(weights, cfg.model.stacked)
         weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-        fresh = states.init_state(cfg, optimizer, jax.random.key(cfg.run.seed))
-        return fresh.replace(params=weights, opt_state=optimizer.init(weights))
+        return states.from_params(optimizer, weights)
 
-    return jax.jit(make, out_shardings=shardings)(loaded)
+    return jax.jit(make, out_shardings=placed)(loaded)
 
 
 def _differences(saved: ModelConfig, now: ModelConfig) -> Iterator[str]:

@@ -10,12 +10,13 @@ first one's (`keeping`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from jaxgpt.checkpoint import arrays, commit, describe, fingerprint, keeping, lock, processes
 from jaxgpt.checkpoint.faults import fault
@@ -24,6 +25,9 @@ from jaxgpt.checkpoint.record import Damaged, Record
 from jaxgpt.checkpoint.verify import Wanted, print_line, read_record, restore_state
 from jaxgpt.durable import storage_errors, storage_reason
 from jaxgpt.errors import ConfigError, NothingRestorable, StorageError
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 __all__ = ["Checkpointer", "Restored", "find_tokenizer", "load_params"]
 
@@ -70,7 +74,11 @@ class Checkpointer:
             self._lock = keeping.open_folder(self.root, log)
         processes.barrier("folder", timeout)
         processes.check_shared(self.root / lock.NAME)
-        self._writer = arrays.open_writer(timeout)
+
+    @functools.cached_property
+    def _writer(self) -> ocp.AsyncCheckpointer:
+        """Opened by the first save: Orbax is 0.3 s of a core, which a start lacks for compiling."""
+        return arrays.open_writer(self._timeout)
 
     def steps(self) -> list[int]:
         """Return the published steps, ascending."""
@@ -163,9 +171,9 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._thread is None and self._writer is not None:
+            if self._thread is None and "_writer" in vars(self):
                 self._writer.close()
-                self._writer = None
+                del self._writer
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None

@@ -4,7 +4,8 @@ The graph is range -> map(stateless Python reader) -> prefetch. What goes wrong 
 this file: a live tf.data iterator over Python code keeps the interpreter from exiting, an exception
 crosses TensorFlow as flat text, and a main thread inside tf.data cannot be interrupted. So a feeder
 thread owns the iterator, errors travel beside it, and the consumer waits on a queue with time-outs.
-TensorFlow's import takes 2 s of a core: it runs beside the first batches, read without it.
+TensorFlow's import takes 2 s of a core: the first batches are read without it, and it begins when
+the third is asked for, which is when the first step has ended.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jaxgpt.errors import JaxgptError
 # Small batches are read in groups, at most so large: a handover by tf.data takes about 0.5 ms, and
 # in groups of 16 batches of 65 KB took half the time that they took in groups of 4.
 GROUP, GROUP_BYTES = 16, 1 << 21
+IMPORT_AT = 3  # the batch that is asked for when TensorFlow's import begins
 POLL = 0.1  # seconds between looks at the stop flag
 KERAS = "keras.src.optimizers"  # what TensorFlow imports of it as the last thing of its own import
 Arrays = tuple[np.ndarray, ...]
@@ -51,11 +53,6 @@ def import_tensorflow() -> ModuleType:
         if tf.config.get_visible_devices(kind):  # by default TensorFlow takes all of its memory
             tf.config.set_visible_devices([], kind)
     return tf
-
-
-def _import_ahead() -> None:
-    with contextlib.suppress(Exception):  # the feeder imports it again, and hands the error on
-        import_tensorflow()
 
 
 class BatchStream:
@@ -88,9 +85,7 @@ class BatchStream:
         self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue(maxsize=1)
         self._outcome: BaseException | None = None  # why the iteration is over
         self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
-        # Not in the feeder, which is a daemon: an interpreter that ends waits for the import.
-        self._import = threading.Thread(target=_import_ahead, name="tensorflow-import")
-        self._import.start()
+        self._asked, self._imported = 0, threading.Event()
         atexit.register(self.close)
         # One reader: rows of a batch are fetched together by the system, and with two the
         # interpreter's lock made all of it 1.5 times slower.
@@ -102,6 +97,10 @@ class BatchStream:
         return self
 
     def __next__(self) -> Batch:
+        self._asked += 1
+        if self._asked == IMPORT_AT:
+            # Not in the feeder, which is a daemon: an interpreter that ends waits for the import.
+            threading.Thread(target=self._import, name="tensorflow-import").start()
         while self._outcome is None:
             if self._ready:
                 return self._ready.popleft()
@@ -126,6 +125,11 @@ class BatchStream:
         self._jobs.put(None)
         self._feeder.join(timeout=5)
         atexit.unregister(self.close)
+
+    def _import(self) -> None:
+        with contextlib.suppress(Exception):  # the feeder imports it again, and hands the error on
+            import_tensorflow()
+        self._imported.set()
 
     def _take(self) -> list[Batch] | BaseException:
         while not self._stop.is_set():
@@ -180,7 +184,7 @@ class BatchStream:
         """
         groups = 1 - (1 - self._num_batches) // self._group if self._num_batches else 0
         number = 0
-        while number < groups and (number == 0 or self._import.is_alive()):
+        while number < groups and not (number and self._imported.is_set()):
             yield self._guarded(np.int64(number))
             number += 1
         if number < groups and not self._stop.is_set():

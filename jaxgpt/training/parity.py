@@ -195,11 +195,11 @@ def _compiled(cfg: Config, sizes: Mapping[str, int]) -> _Program | ConfigError:
         size = MeshConfig(**{axis: sizes.get(axis, 1) for axis in MESH_AXES})
         devices = jax.devices()[: math.prod(getattr(size, axis) for axis in MESH_AXES)]
         mesh = meshes.make_mesh(size, devices)
-        placed = states.state_shardings(mesh, cfg, tx)
+        state = states.abstract_state(cfg, tx, mesh)
+        placed = states.shardings(state)
         update = step.make_train_step(cfg, tx, mesh, placed)
     except ConfigError as error:
         return error
-    state = states.abstract_state(cfg, tx, placed)
     return _Program(cfg, mesh, placed, update.lower(state, _batch(cfg, 0)).compile())
 
 

@@ -39,62 +39,67 @@ class TrainState:
 def init_state(cfg: Config, optimizer: Optimizer, key: Array) -> TrainState:
     """Return the state before the first step; a pure function of (cfg, key) on every mesh."""
     params = parameters.init(parameters.specs(cfg.model), key, cfg.train.param_dtype)
+    return from_params(optimizer, params)
+
+
+def from_params(optimizer: Optimizer, params: parameters.Params) -> TrainState:
+    """Return the state before the first step, of these parameters."""
     zero = jnp.int32(0)
     return TrainState(zero, params, optimizer.init(params), zero, zero, jnp.uint32(0))
 
 
 def create(
-    cfg: Config, optimizer: Optimizer, mesh: Mesh, shardings: TrainState | None = None
+    cfg: Config, optimizer: Optimizer, mesh: Mesh, placed: TrainState | None = None
 ) -> TrainState:
     """Return `init_state` for `run.seed`, each array made where it lies on the mesh.
 
-    `shardings` are those of `state_shardings`, which traces the initialisation, if they are known.
+    `placed` are those of `state_shardings`, which traces the initialisation, if they are known.
     """
     make = functools.partial(init_state, cfg, optimizer)
-    shardings = shardings or state_shardings(mesh, cfg, optimizer)
+    placed = placed or state_shardings(mesh, cfg, optimizer)
     # XLA:CPU compiles it in 2 s of a core in place of 4.5 (a small GPT), and it runs once.
     options = {"xla_backend_optimization_level": 1} if platform(mesh) == "cpu" else None
-    make = jax.jit(make, out_shardings=shardings, compiler_options=options)
+    make = jax.jit(make, out_shardings=placed, compiler_options=options)
     return make(jax.random.key(cfg.run.seed))
 
 
-def abstract_state(
-    cfg: Config, optimizer: Optimizer, shardings: TrainState | None = None
-) -> TrainState:
-    """Return the state as `jax.ShapeDtypeStruct` leaves without values, placed if given how."""
-    state = jax.eval_shape(functools.partial(init_state, cfg, optimizer), jax.random.key(0))
-    if shardings is None:
-        return state
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        state,
-        shardings,
-    )
+def abstract_state(cfg: Config, optimizer: Optimizer, mesh: Mesh | None = None) -> TrainState:
+    """Return the state as `jax.ShapeDtypeStruct` leaves without values, placed if given a mesh.
 
-
-def state_shardings(mesh: Mesh, cfg: Config, optimizer: Optimizer) -> TrainState:
-    """Return the sharding of each leaf: parameter trees by their specs, all else on each device.
-
-    Whatever in the optimiser's state is a `Params` tree (moments, master weights, average) lies as
-    the parameters do where it has their shape, also where it lacks some of them or holds more than
-    one array for each.
+    Parameter trees lie by their specs, all else on each device. Whatever in the optimiser's state
+    is a `Params` tree (moments, master weights, average) lies as the parameters do where it has
+    their shape, also where it lacks some of them or holds more than one array for each.
     """
     specs = parameters.specs(cfg.model)
+    params = parameters.abstract(specs, cfg.train.param_dtype)
+    state = jax.eval_shape(functools.partial(from_params, optimizer), params)
+    if mesh is None:
+        return state
     of_params = tree_shardings(mesh, specs)
+
+    def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     def place(node: Any) -> Any:
         if not isinstance(node, parameters.Params):
-            return replicated(mesh)
+            return placed(node, replicated(mesh))
 
         def alike(spec: parameters.ParamSpec, where: NamedSharding, part: Any) -> Any:
             return jax.tree.map(
-                lambda leaf: where if leaf.shape == spec.shape else replicated(mesh), part
+                lambda leaf: placed(leaf, where if leaf.shape == spec.shape else replicated(mesh)),
+                part,
             )
 
         return jax.tree.map(alike, specs, of_params, node)
 
-    return jax.tree.map(
-        place,
-        abstract_state(cfg, optimizer),
-        is_leaf=lambda node: isinstance(node, parameters.Params),
-    )
+    return jax.tree.map(place, state, is_leaf=lambda node: isinstance(node, parameters.Params))
+
+
+def shardings(state: TrainState) -> TrainState:
+    """Return the sharding of each leaf of a state, or of a placed one without values."""
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def state_shardings(mesh: Mesh, cfg: Config, optimizer: Optimizer) -> TrainState:
+    """Return the sharding of each leaf of the run's state."""
+    return shardings(abstract_state(cfg, optimizer, mesh))
