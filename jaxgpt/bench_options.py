@@ -100,7 +100,12 @@ def add_bench_verbs(
     sub.add_argument("--axis", action="append", choices=AXES, default=[], metavar="AXIS",
                      help=f"of {', '.join(AXES)}; repeatable; default: all")  # fmt: skip
     sub.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="of matmul inputs")
-    sub.add_argument("--steps", type=whole(1), default=12, help="that are timed")
+    sub.add_argument(
+        "--steps",
+        type=whole(1),
+        default=12,
+        help="that are timed; more where they take less than 2 s",
+    )
     sub.add_argument("--warm-up", type=whole(1), default=3, help="steps before them")
 
     sub = verb(actions, "history", "what has become slower or faster, of results kept by --save")

@@ -55,8 +55,9 @@ def test_the_command_draws_what_it_measured(command):
 def test_the_process_that_measures_answers_for_each_size(monkeypatch, capsys):
     asked = []
 
-    def measured(cfg, *, steps, warm_up, say, devices, check):
+    def measured(cfg, *, steps, warm_up, least_seconds, say, devices, check):
         asked.append((steps, warm_up, len(devices)))
+        assert least_seconds >= 1  # else a pause of the machine is most of what is timed
         assert not check  # of a dozen small models, each twice
         tokens = cfg.train.global_batch * cfg.model.seq_len
         count = {"parameters": parameters.count(parameters.specs(cfg.model)), "repeats": steps}

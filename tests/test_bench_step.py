@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+from types import SimpleNamespace
 
+import jax
 import pytest
 from programs import outcome, python
 
-from jaxgpt.bench import shapes
+from jaxgpt.bench import shapes, step
 from jaxgpt.bench.step import random_batch
 from jaxgpt.model import params as parameters
 
@@ -113,6 +116,16 @@ def test_a_rate_is_that_of_all_tokens_of_a_step(figures):
 
 def test_as_many_steps_are_timed_as_asked_for(figures):
     assert figures["repeats"] == 4
+
+
+def test_more_steps_are_timed_until_they_have_taken_as_long_as_asked_for(monkeypatch):
+    ticks = itertools.count()  # seconds: each step takes one
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    cfg, devices = shapes.load("small", "f32", [*TINY, "mesh.data=1"]), jax.devices()[:1]
+    counts = {"steps": 2, "warm_up": 1, "devices": devices, "check": False}
+    for least, right in ((0.0, 2), (2.0, 2), (4.5, 5)):
+        found = step.measure(cfg, **counts, least_seconds=least, say=lambda line: None)
+        assert (found["repeats"], found["seconds_median"]) == (right, 1.0)
 
 
 def test_updates_are_made(figures):

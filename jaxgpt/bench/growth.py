@@ -34,6 +34,7 @@ UNITS = {name: unit for name, (unit, _) in SIZES.items()} | {"batch": "rows", "d
 # AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient.
 UPDATE_BYTES = 7 * 4
 NEAR = 0.1  # of 1: measured growth and that of FLOPs are the same
+LEAST_SECONDS = 2.0  # of a point: a virtual machine may pause for half a second
 LIMIT = 600.0  # seconds for the cases of one process
 HEADS = ("axis", "size", "seconds", "GFLOP", "update MB", "grown", "FLOPs grown", "MFU")
 
@@ -128,7 +129,12 @@ def main() -> int:
             cfg = scaled(base, case["axis"], size)
             counts = {"steps": request["steps"], "warm_up": request["warm_up"]}
             found = measure_step(
-                cfg, **counts, say=lambda _: None, devices=devices[:count], check=False
+                cfg,
+                **counts,
+                least_seconds=LEAST_SECONDS,
+                say=lambda _: None,
+                devices=devices[:count],
+                check=False,
             )
             row = point(cfg, case["axis"], found, count, platform)
             print(json.dumps(row), flush=True)

@@ -6,6 +6,7 @@ neither TensorFlow nor a store is needed.
 
 from __future__ import annotations
 
+import itertools
 import resource
 import sys
 import time
@@ -37,11 +38,13 @@ def measure(
     steps: int,
     warm_up: int,
     say: Callable[[str], None],
+    least_seconds: float = 0.0,
     devices: Sequence[jax.Device] | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
     """Return rates, utilisation, compile time and memory of `steps` updates after `warm_up` more.
 
+    More than `steps` are timed until they have taken `least_seconds`.
     On `devices`; None: on all. One update is on its way while the one before is waited for, as in
     training, so a time is that between two results. `check`: compare the gradients of a small twin
     first, as a run does.
@@ -67,7 +70,9 @@ def measure(
 
     ends: list[float] = []
     pending, to_first = None, None
-    for number in range(warm_up + steps + 1):
+    for number in itertools.count():
+        if number > warm_up + steps and ends[-1] - ends[warm_up - 1] >= least_seconds:
+            break
         state, metrics = update(state, batch)
         if pending is not None:
             pending.block_until_ready()
