@@ -86,6 +86,8 @@ class BatchStream:
         self._outcome: BaseException | None = None  # why the iteration is over
         self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._asked, self._imported = 0, threading.Event()
+        # Not in the feeder, which is a daemon: an interpreter that ends waits for the import.
+        self._import = threading.Thread(target=self._import_ahead, name="tensorflow-import")
         atexit.register(self.close)
         # One reader: rows of a batch are fetched together by the system, and with two the
         # interpreter's lock made all of it 1.5 times slower.
@@ -98,9 +100,6 @@ class BatchStream:
 
     def __next__(self) -> Batch:
         self._asked += 1
-        if self._asked == IMPORT_AT:
-            # Not in the feeder, which is a daemon: an interpreter that ends waits for the import.
-            threading.Thread(target=self._import, name="tensorflow-import").start()
         while self._outcome is None:
             if self._ready:
                 return self._ready.popleft()
@@ -125,11 +124,6 @@ class BatchStream:
         self._jobs.put(None)
         self._feeder.join(timeout=5)
         atexit.unregister(self.close)
-
-    def _import(self) -> None:
-        with contextlib.suppress(Exception):  # the feeder imports it again, and hands the error on
-            import_tensorflow()
-        self._imported.set()
 
     def _take(self) -> list[Batch] | BaseException:
         while not self._stop.is_set():
@@ -163,10 +157,19 @@ class BatchStream:
 
     def _put(self, item: list[Batch] | BaseException) -> None:
         while not self._stop.is_set():
+            # Here, for it holds the interpreter's lock for 0.4 s, when `next` has returned.
+            if self._asked >= IMPORT_AT and self._import.ident is None:
+                with contextlib.suppress(RuntimeError):  # an interpreter that ends starts none
+                    self._import.start()
             try:
                 return self._queue.put(item, timeout=POLL)
             except queue.Full:
                 pass
+
+    def _import_ahead(self) -> None:
+        with contextlib.suppress(Exception):  # the feeder imports it again, and hands the error on
+            import_tensorflow()
+        self._imported.set()
 
     def _failure(self, number: int) -> BaseException:
         error = self._errors.get(number, ValueError("the batch stream is closed"))
