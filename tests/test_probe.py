@@ -44,7 +44,7 @@ def test_the_known_fault_of_onednn_in_float32_is_refused_where_it_exists(monkeyp
     # On this version dK and dV of attention by blocks are off by more than half.
     assert refused or jax.__version__ != "0.12.0.1"
     if refused:
-        assert "layers/0/w" in refused and "onednn" in refused and "\n" not in refused
+        assert "layers/0/" in refused and "onednn" in refused and "\n" not in refused
 
 
 @pytest.mark.parametrize(

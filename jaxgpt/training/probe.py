@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from jaxgpt.config import Config
 from jaxgpt.data.packing import Batch
 from jaxgpt.errors import NumericsError
-from jaxgpt.model import gpt
+from jaxgpt.model import params as parameters
 from jaxgpt.parallel.xla_options import compile_with, of_dtype, preset, trusted
 from jaxgpt.training.comparison import HASTY, leaf_errors, named_leaves, random_documents, share
 from jaxgpt.training.loss import chunk_tokens
@@ -62,16 +63,17 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
     tolerance = TOLERANCE[dtype if device.platform == "cpu" else "bfloat16"]
     small = twin(cfg)
     with jax.default_device(device):
-        batch = _batch(small)
-        # Compiled at once and in haste, it takes 0.7 s of a CPU; operation by operation 3.5 s.
-        hasty = HASTY if device.platform == "cpu" else None
-        init = jax.jit(functools.partial(gpt.init, small.model), compiler_options=hasty)
-        params = init(jax.random.key(0))
-        tested = _run(cfg, small, dtype, options, params, batch)
-        with jax.default_matmul_precision("highest"):
-            alone = trusted(device.platform)
-            reference = _run(cfg, small, "float32", alone, params, batch)
-    (grads, loss), (right_grads, right_loss) = tested, reference
+        params, batch = _params(small), _batch(small)
+        build = functools.partial(compile_with, more=cfg.train.xla_options)
+        with ThreadPoolExecutor() as pool:  # a compiler does not keep two cores busy
+            tested = pool.submit(build, _lower(cfg, small, dtype, options, params, batch))
+            with jax.default_matmul_precision("highest"):
+                alone = trusted(device.platform) | (HASTY if device.platform == "cpu" else {})
+                reference = build(_lower(cfg, small, "float32", alone, params, batch))
+            programs = tested.result(), reference
+        found = [jax.device_get(program(params, batch)) for program in programs]
+    (grads, _), (right_grads, _) = found
+    loss, right_loss = (float(sums["total"]) for _, sums in found)
     loss_error = share(abs(loss - right_loss), abs(right_loss))
     errors = leaf_errors(named_leaves(grads), named_leaves(right_grads))
     leaf = max(errors, key=errors.__getitem__)
@@ -135,10 +137,10 @@ def twin(cfg: Config) -> Config:
     return dataclasses.replace(cfg, model=model, train=train)
 
 
-def _run(
+def _lower(
     cfg: Config, small: Config, dtype: str, options: dict[str, Any], params: Any, batch: Batch
-) -> tuple[Any, float]:
-    """Return (gradients, loss) on the host, compiled with `options`."""
+) -> jax.stages.Lowered:
+    """Return the program of (gradients, sums), to be compiled with `options`."""
     train = dataclasses.replace(small.train, compute_dtype=dtype)
     if (dtype, train.attention) == ("float32", "cudnn"):  # which has no float32
         train = dataclasses.replace(train, attention="auto")
@@ -147,9 +149,23 @@ def _run(
     run = jax.jit(
         functools.partial(gradients, small, step=0, chunk=chunk), compiler_options=options
     )
-    run = compile_with(run.lower(params, batch), cfg.train.xla_options)
-    grads, sums = jax.device_get(run(params, batch))
-    return grads, float(sums["total"])
+    return run.lower(params, batch)
+
+
+def _params(small: Config) -> parameters.Params:
+    """Return random weights, float32, drawn on the host: a program for it compiles for 0.7 s."""
+    rng = np.random.default_rng(0)
+
+    def draw(spec: parameters.ParamSpec) -> np.ndarray:
+        kind, scale = spec.init
+        if kind == "constant":
+            return np.full(spec.shape, scale, np.float32)
+        values = (
+            rng.standard_normal(spec.shape) if kind == "normal" else rng.uniform(-1, 1, spec.shape)
+        )
+        return (values * scale).astype(np.float32)
+
+    return jax.tree.map(draw, parameters.specs(small.model))
 
 
 def _batch(small: Config) -> Batch:
