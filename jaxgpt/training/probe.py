@@ -31,9 +31,9 @@ WINDOW = 130  # a sliding window that crosses a block
 # All of them are chosen: of 2 among 4, rounding sent some tokens to others than in float32, and the
 # router's gradient was off by 7 %.
 EXPERTS = 2
-# Share of a leaf's norm. In bfloat16 (8 bits) the twin's worst leaf is off by 1 to 2 %, and by
-# 6 % after ReLUs, whose kinks flip; the fault this was made for is off by 60 to 120 %.
-TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
+# Share of a leaf's norm. In bfloat16 (8 bits) the twin's worst leaf is off by 1 to 3 %, and by 7 to
+# 9 % after ReLUs, whose kinks flip; the fault this was made for is off by 60 to 120 %.
+TOLERANCE = {"bfloat16": 0.15, "float32": 1e-3}
 
 
 @dataclass(frozen=True)
