@@ -1,6 +1,6 @@
 """What the compiled step of a Llama over fsdp holds and exchanges: bounds by arithmetic.
 
-Two layers of it, all sizes scaled down, for TPU v5p and H100; compiled where their compilers are
+All its layers, other sizes scaled down, for TPU v5p and H100; compiled where their compilers are
 installed.
 """
 
@@ -15,7 +15,7 @@ from jaxgpt import config
 from jaxgpt.planning import compile as compiling
 from jaxgpt.planning.hardware import parse
 
-L, D, N, H, F, V, T = 2, 1024, 8, 128, 2816, 4096, 1024
+L, D, N, H, F, V, T = 32, 1024, 8, 128, 2816, 4096, 1024
 MATRICES = 7  # of a block: q, k, v, o, gate, up, down
 BLOCK = 4 * D * D + 3 * D * F  # their parameters
 MIB = 2**20
@@ -49,19 +49,20 @@ def compiled(machine: str, devices: int, rows: int, package: str) -> compiling.C
 def temporaries(devices: int, rows: int) -> int:
     """Return the most bytes that a step may need beside its arguments, on one device.
 
-    For good: the gradient of each weight, by shards, in bfloat16 for those of blocks and in float32
-    for others; the input of each block in bfloat16. In turn: at the loss its head, gathered, the
-    head's gradient twice (summed, and of a chunk), 6 bytes per logit and 4 activations; in a block
-    its gathered weights and their gradients, or the next block's weights, and of each token 8
-    activations and gradients of width D (input, q, k, v, attention, and what is between) and 6 of
-    width F (gate, up, their product).
-    Compilers leave gaps: an eighth more, and 8 MiB for tables.
+    The input of each block in bfloat16, and in turn: at the loss its head, gathered, the head's
+    gradient twice (summed, and of a chunk), 6 bytes per logit and 4 activations; in the last block
+    to be differentiated the gradient of each weight, by shards, in bfloat16 for those of blocks and
+    in float32 for others, its gathered weights and their gradients, or the next block's weights,
+    and of each token 8 activations and gradients of width D (input, q, k, v, attention, and what is
+    between) and 6 of width F (gate, up, their product).
+    Compilers leave gaps: an eighth more, and 8 MiB for tables. That is less than another copy of
+    the blocks in bfloat16, by shards: of their weights, or of gradients in float32.
     """
-    tokens = rows * T
-    kept = (2 * L * BLOCK + 4 * 2 * V * D) // devices + 2 * L * tokens * D
+    tokens, of_blocks = rows * T, 2 * L * BLOCK // devices
+    inputs, others = 2 * L * tokens * D, 4 * 2 * V * D // devices
     loss = 2 * V * D + 2 * 4 * V * D + 6 * tokens * V + 4 * 2 * tokens * D
     block = 2 * 2 * BLOCK + 2 * tokens * (8 * D + 6 * F)
-    return (kept + max(loss, block)) * 9 // 8 + 8 * MIB
+    return (inputs + max(loss, of_blocks + others + block)) * 9 // 8 + 8 * MIB
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,6 +13,7 @@ from jaxgpt import config
 from jaxgpt.chips import Chip
 from jaxgpt.config import Config
 from jaxgpt.errors import ConfigError
+from jaxgpt.planning.child import memory
 from jaxgpt.planning.hardware import Target, parse
 from jaxgpt.planning.layout import layout, state_sizes, with_vocabulary
 from jaxgpt.planning.memory import estimate, state_bytes
@@ -271,12 +273,12 @@ COMPILED = [
     ("llama3_8b", "h100x8", 32, ("train.micro_batch=64",), 52.806),
     ("llama3_8b", "h100x8", 4, (*NONE, "train.micro_batch=8"), 17.536),
     ("llama3_8b", "h100x8", 4, (*NONE, "model.stacked=false", "train.micro_batch=8"), 16.211),
-    ("llama3_8b", "v5p-8", 4, (*NONE, "train.micro_batch=4"), 20.774),
+    ("llama3_8b", "v5p-8", 4, (*NONE, "train.micro_batch=4"), 20.338),
     ("gpt2_124m", "h200x1", 12, ("train.micro_batch=256",), 84.076),
     ("gpt2_124m", "v5p-8", 4, ("train.micro_batch=512",), 16.161),
     ("gpt2_124m", "h100x8", 12, (*STAGES, "model.remat=full"), 3.827),
     ("gpt2_124m", "h100x8", 12, STAGES, 97.765),
-    ("gpt2_124m", "v5p-8", 12, (*STAGES, *HALF, "model.remat=full"), 3.534),
+    ("gpt2_124m", "v5p-8", 12, (*STAGES, *HALF, "model.remat=full"), 3.621),
     ("mixtral_8x7b", "h100x64", 2, (), 46.007),
     ("qwen3_30b_a3b", "h100x64", 2, (), 12.191),
     ("mixtral_8x7b", "h100x8", 2, (*SHORT, EXPERTS), 58.794),
@@ -294,6 +296,27 @@ def test_the_sum_by_cause_is_what_the_compiler_has_in_use_at_once(
     cfg = config.load(f"configs/{name}.toml", overrides=words)
     found = estimate(layout(cfg, parse(target)))
     assert found.device == pytest.approx(gigabytes * 1e9, rel=0.1)
+
+
+def test_of_what_libtpu_says_of_temporaries_what_it_reserves_counts():
+    """Figures of 0.0.50 for Llama-2 7B over four v5p with four rows each; bytes."""
+    always, reserved = 20_217_959_648, 11_087_216_672
+    said = SimpleNamespace(
+        argument_size_in_bytes=20_217_842_688,
+        output_size_in_bytes=20_217_650_912,
+        alias_size_in_bytes=20_217_646_080,
+        temp_size_in_bytes=17_744_734_912,
+        generated_code_size_in_bytes=34_963_456,
+        host_argument_size_in_bytes=0,
+        host_output_size_in_bytes=0,
+        host_temp_size_in_bytes=0,
+        indefinite_allocations=always,
+        total_allocation_bytes=always + reserved,
+        peak_memory_in_bytes=30_746_501_344,
+    )
+    found = memory(said)
+    assert found["temp_bytes"] == reserved
+    assert found["peak_bytes"] == 20_217_842_688 + (20_217_650_912 - 20_217_646_080) + reserved
 
 
 def test_layouts_share_what_does_not_depend_on_the_mesh():

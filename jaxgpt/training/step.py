@@ -112,7 +112,7 @@ def gradients(
     replicas = mesh.shape["data"] if mesh is not None and A > 1 else 1
     shards = Placement(mesh, ("data",) if replicas > 1 else ())
     trained, whole = params, lambda trained: trained
-    if A == 1 and narrowed(cfg, shards.platform):
+    if narrowed(cfg, shards.platform):
         trained = params.replace(
             layers=narrow.sink(cfg.model, params.layers, cfg.train.compute_dtype)
         )
@@ -157,10 +157,9 @@ def gradients(
 
 
 def narrowed(cfg: Config, platform: str) -> bool:
-    """Tell whether the gradients of layers are kept in the compute dtype, by `model.narrow`."""
+    """Tell whether a micro-batch's gradients of layers have the compute dtype: `model.narrow`."""
     widths = jnp.dtype(cfg.train.compute_dtype).itemsize, jnp.dtype(cfg.train.param_dtype).itemsize
-    one = cfg.train.accum_steps == 1
-    return one and cfg.model.stacked and widths[0] < widths[1] and platform != "cpu"
+    return cfg.model.stacked and widths[0] < widths[1] and platform != "cpu"
 
 
 def _of_pipeline(
