@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny import VARIETY, random_params
 
 from jaxgpt.config import MeshConfig, ModelConfig
-from jaxgpt.model import gpt
+from jaxgpt.model import blocks, gpt
 from jaxgpt.model.activations import ACTIVATIONS
 from jaxgpt.model.blocks import drop, norm
 from jaxgpt.model.params import abstract, specs
+from jaxgpt.model.shards import Whole
 from jaxgpt.parallel.mesh import BATCH_AXES, make_mesh
 from jaxgpt.parallel.sharding import Placement, tree_shardings
 from jaxgpt.planning.collectives import Collective, collectives
@@ -103,6 +105,34 @@ def test_post_norm_is_the_original_transformer():
         x = layernorm(x + attention_of(p, x), p.attn_norm, p.attn_norm_bias)
         x = layernorm(x + mlp_of(p, x), p.mlp_norm, p.mlp_norm_bias)
     np.testing.assert_allclose(gpt.hidden(cfg, params, tokens[None])[0], x, atol=2e-5)
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu_tanh"])
+def test_an_mlp_in_halves_is_the_whole_one_and_so_are_its_gradients(mlp):
+    B, T, D, F = 2, 4, 8, 12
+    cfg, draw = dataclasses.replace(CFG, mlp=mlp), np.random.default_rng(0).standard_normal
+    call = SimpleNamespace(dtype=jnp.dtype("float32"), shards=Whole("tpu"))
+    into = [(jnp.float32(draw((D, F))), jnp.float32(draw(F))) for _ in range(2)]
+    gate = into[0] if cfg.gated else (None, None)
+    matrices = gate, into[1], (jnp.float32(draw((F, D))), None)
+    h, grad = (jnp.float32(draw((B, T, D))) for _ in range(2))
+    found = []
+    for one in (blocks._gated, blocks._halved):
+        out, transposed = jax.vjp(lambda h, m, one=one: one(cfg, h, m, call), h, matrices)
+        found.append((out, transposed(grad)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *found)
+
+
+def test_an_mlp_is_halved_where_memory_decides():
+    full = dataclasses.replace(CFG, remat="full")
+
+    def halved(cfg=full, F=64, held=1 << 28, split=1, platform="tpu"):
+        return blocks.halves(cfg, F, held, split, platform)
+
+    assert halved()
+    assert not halved(dataclasses.replace(full, remat_save=("up",)))  # nothing is computed again
+    assert not halved(CFG) and not halved(F=63) and not halved(held=(1 << 28) - 1)
+    assert not halved(split=2) and not halved(platform="gpu") and not halved(platform="cpu")
 
 
 def test_dropout_keeps_the_expected_share_and_the_mean():

@@ -30,16 +30,22 @@ TWINS = [
 @functools.lru_cache(maxsize=len(TWINS))
 def compiled(machine: str, devices: int, rows: int, package: str) -> compiling.Compiled | None:
     """Return the step, compiled once for all tests; None where the compiler is not installed."""
+    return compile_for(machine, devices, rows, package)
+
+
+def compile_for(
+    machine: str, devices: int, rows: int, package: str, **sizes: int
+) -> compiling.Compiled | None:
     if importlib.util.find_spec(package) is None:
         print(f"{package} is not installed: nothing is compiled for {machine}")
         return None
-    sizes = {
+    kind = {
         "num_layers": L, "embed_dim": D, "num_heads": N, "head_dim": H, "mlp_dim": F,
         "vocab_size": V, "seq_len": T, "positions": "rope", "norm": "rmsnorm",
         "norm_bias": "false", "mlp": "swiglu", "tie_embeddings": "false", "stacked": "true",
         "remat": "full",
     }  # fmt: skip
-    settings = [f"model.{name}={value}" for name, value in sizes.items()]
+    settings = [f"model.{name}={value}" for name, value in (kind | sizes).items()]
     batch = devices * rows
     settings += [f"train.global_batch={batch}", f"train.micro_batch={batch}", "train.num_steps=10"]
     settings += ["mesh.data=1", "mesh.fsdp=-1", "data.document_mask=true"]
@@ -115,3 +121,12 @@ def test_on_a_tpu_no_two_matrices_are_scattered_together():
         scattered = [one for one in done.collectives if one.kind == "reduce-scatter"]
         runs = sum(one.runs for one in scattered if one.whole_bytes >= 2 * D * D)
         assert runs == MATRICES * L + 1
+
+
+def test_on_a_tpu_the_backward_pass_of_a_wide_mlp_holds_half_of_its_width_at_a_time():
+    sizes = {"num_layers": 2, "embed_dim": 512, "num_heads": 4, "vocab_size": 2048}
+    rows, seq_len, mlp_dim = 4, 4096, 8192
+    done = compile_for("v5p-8", 4, rows, "libtpu", **sizes, mlp_dim=mlp_dim, seq_len=seq_len)
+    if done is not None:
+        # At once it holds gate, up, the gradient of their product, and the first of their own.
+        assert done.temp_bytes < 4 * 2 * rows * seq_len * mlp_dim

@@ -24,6 +24,8 @@ from jaxgpt.model.remat import named
 from jaxgpt.model.shards import Shards
 
 Array = jax.Array
+Matrices = tuple[tuple[Array | None, Array | None], ...]  # (matrix, bias) of gate, up and down
+HALVED = 1 << 28  # bytes of a tensor of an MLP's width from which on `halves` may be true
 # Where dropout acts: on the embeddings, then at three sites of each layer.
 EMBED_SITE, ATTENTION_SITE, ATTENTION_OUT_SITE, MLP_OUT_SITE, SITES_PER_LAYER = 0, 1, 2, 3, 3
 
@@ -194,6 +196,24 @@ def _dense(
     call: Call,
 ) -> Array:
     """Return an MLP of h [B, T, D]; gate, up and down are (matrix, bias)."""
+    F, split, width = up[0].shape[1], call.shards.split, jnp.dtype(call.dtype).itemsize
+    held = h.shape[0] * h.shape[1] * F * width // (split("batch") * split("seq"))
+    mlp = _halved if halves(cfg, F, held, split("mlp"), call.shards.platform) else _gated
+    return add_bias(mlp(cfg, h, (gate, up, (down[0], None)), call), down[1])
+
+
+def halves(cfg: ModelConfig, F: int, held: int, split: int, platform: str) -> bool:
+    """Tell whether the backward pass of an MLP takes one half of its width F after the other.
+
+    It does where memory decides: on TPUs that compute an MLP again, if a device would hold many
+    bytes, `held`, of a tensor of width F, and F is not `split` over devices.
+    """
+    kept = cfg.remat != "full" or not {"gate", "up"}.isdisjoint(cfg.remat_save + cfg.remat_offload)
+    return platform == "tpu" and not kept and held >= HALVED and split == 1 and F % 2 == 0
+
+
+def _gated(cfg: ModelConfig, h: Array, matrices: Matrices, call: Call) -> Array:
+    gate, up, down = matrices
 
     def activate(up: Array, gate: Array | None) -> Array:
         hidden, activation = up.astype(jnp.float32), ACTIVATIONS[cfg.mlp]
@@ -215,6 +235,38 @@ def _dense(
     gated = None if gate[0] is None else project(*gate, "gate")
     hidden = call.shards.constrain(activate(into, gated), ("batch", "seq", "mlp"))
     return linear(hidden, *down, call)
+
+
+def _halved(cfg: ModelConfig, h: Array, matrices: Matrices, call: Call) -> Array:
+    """Return `_gated`, of which the backward pass computes one half of F after the other.
+
+    It computes the block again anyway, and so holds half of four tensors of width F at a time.
+    """
+
+    @jax.custom_vjp
+    def mlp(h: Array, matrices: Matrices) -> Array:
+        return _gated(cfg, h, matrices, call)
+
+    def forward(h: Array, matrices: Matrices) -> tuple[Array, tuple[Array, Matrices]]:
+        return mlp(h, matrices), (h, matrices)
+
+    def backward(saved: tuple[Array, Matrices], grad: Array) -> tuple[Array, Matrices]:
+        h, (gate, up, down) = saved
+        F, total, found = up[0].shape[1], jnp.zeros_like(h), []
+        for mine in (slice(F // 2), slice(F // 2, F)):
+            into = jax.tree.map(lambda w, mine=mine: w[..., mine], (gate, up))
+            half = *into, jax.tree.map(lambda w, mine=mine: w[mine], down)
+            _, transposed = jax.vjp(lambda h, half: _gated(cfg, h, half, call), h, half)
+            of_h, of_half = transposed(grad)
+            # The other half waits for these.
+            h, grad, total, of_half = jax.lax.optimization_barrier((h, grad, total + of_h, of_half))
+            found.append(of_half)
+        *into, downs = zip(*found, strict=True)
+        joined = [jax.tree.map(lambda *w: jnp.concatenate(w, -1), *each) for each in into]
+        return total, (*joined, jax.tree.map(lambda *w: jnp.concatenate(w), *downs))
+
+    mlp.defvjp(forward, backward)
+    return mlp(h, matrices)
 
 
 def linear(x: Array, w: Array, bias: Array | None, call: Call) -> Array:

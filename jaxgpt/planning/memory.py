@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jaxgpt.model import narrow
+from jaxgpt.model.blocks import halves
 from jaxgpt.model.exchange import slots_per_turn
 from jaxgpt.planning.layout import Layout
 from jaxgpt.planning.tensors import kept, score_bytes, tensors
@@ -216,6 +217,10 @@ def _block(layout: Layout) -> list[Part]:
         left["mlp_in"] = found["block_in"]
     saved = kept(layout)[0]
     recomputed = sum(tensor.bytes for name, tensor in left.items() if name not in saved)
+    wide, chip = found["up"].bytes, layout.target.chip
+    if not m.num_experts and halves(m, m.mlp_width, wide, layout.sizes["tensor"], chip.platform):
+        recomputed -= sum(found[n].bytes for n in ("gate", "up", "hidden") if n in found) // 2
+        wide //= 2
     if m.remat != "none" and recomputed > 0:
         how = f"all tensors of a block but the saved ones, {layout.tokens:,} tokens"
         parts.append(Part("recomputed", recomputed, how, "block"))
@@ -226,7 +231,7 @@ def _block(layout: Layout) -> list[Part]:
         parts.append(Part("gradients of activations", stream, how, "block"))
     else:
         # Of a gated MLP the gradients of gate and up take the place of that of hidden.
-        mlp = 2 * found["up"].bytes
+        mlp = 2 * wide
         attention = sum(found[name].bytes for name in ("q", "k", "v", "attn"))
         most, where = max((mlp, "MLP"), (attention, "attention"))
         how = f"the {where}'s {most:,} + the residual stream's {stream:,}"
