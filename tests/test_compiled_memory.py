@@ -128,5 +128,7 @@ def test_on_a_tpu_the_backward_pass_of_a_wide_mlp_holds_half_of_its_width_at_a_t
     rows, seq_len, mlp_dim = 4, 4096, 8192
     done = compile_for("v5p-8", 4, rows, "libtpu", **sizes, mlp_dim=mlp_dim, seq_len=seq_len)
     if done is not None:
-        # At once it holds gate, up, the gradient of their product, and the first of their own.
-        assert done.temp_bytes < 4 * 2 * rows * seq_len * mlp_dim
+        # Half of four of them (gate, up, the gradient of their product, the first of their own), 16
+        # of width D, each a 16th; a tenth for gaps.
+        wide = 2 * rows * seq_len * mlp_dim
+        assert done.temp_bytes < 1.1 * (4 / 2 + 16 / 16) * wide
