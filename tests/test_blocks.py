@@ -117,7 +117,7 @@ def test_an_mlp_in_halves_is_the_whole_one_and_so_are_its_gradients(mlp):
     matrices = gate, into[1], (jnp.float32(draw((F, D))), None)
     h, grad = (jnp.float32(draw((B, T, D))) for _ in range(2))
     found = []
-    for one in (blocks._gated, blocks._halved):
+    for one in (blocks._whole, blocks._halved):
         out, transposed = jax.vjp(lambda h, m, one=one: one(cfg, h, m, call), h, matrices)
         found.append((out, transposed(grad)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *found)

@@ -14,7 +14,7 @@ import pytest
 from stores import COMMON, SHARDS, E, random_documents, refusal, stream_of, write_store
 
 from jaxgpt.data import blocks
-from jaxgpt.data.store import Store, open_store, write_manifest
+from jaxgpt.data.store import open_store, write_manifest
 from jaxgpt.durable import write_atomic
 from jaxgpt.errors import DataError, StorageError
 
@@ -345,14 +345,9 @@ def many_shards(directory: Path, count: int, size: int) -> None:
 
 def test_sixty_thousand_shards_open_in_two_seconds(tmp_path):
     many_shards(tmp_path, 60_000, 10**9)
-
-    def opened() -> tuple[float, Store]:
-        began = time.monotonic()
-        store = open_store(tmp_path)
-        return time.monotonic() - began, store
-
-    seconds, store = min((opened() for _ in range(3)), key=lambda found: found[0])
-    assert seconds < 2  # at the best of three, as other tests use the machine
+    began = time.monotonic()
+    store = open_store(tmp_path)
+    assert time.monotonic() - began < 2
     assert store.stream_len > 15 * 10**12 and store.num_shards == 60_000
     assert store.read(0, 16).tolist() == stream_of([SHARDS[0]])[:16]
 

@@ -198,7 +198,7 @@ def _dense(
     """Return an MLP of h [B, T, D]; gate, up and down are (matrix, bias)."""
     F, split, width = up[0].shape[1], call.shards.split, jnp.dtype(call.dtype).itemsize
     held = h.shape[0] * h.shape[1] * F * width // (split("batch") * split("seq"))
-    mlp = _halved if halves(cfg, F, held, split("mlp"), call.shards.platform) else _gated
+    mlp = _halved if halves(cfg, F, held, split("mlp"), call.shards.platform) else _whole
     return add_bias(mlp(cfg, h, (gate, up, (down[0], None)), call), down[1])
 
 
@@ -212,7 +212,7 @@ def halves(cfg: ModelConfig, F: int, held: int, split: int, platform: str) -> bo
     return platform == "tpu" and not kept and held >= HALVED and split == 1 and F % 2 == 0
 
 
-def _gated(cfg: ModelConfig, h: Array, matrices: Matrices, call: Call) -> Array:
+def _whole(cfg: ModelConfig, h: Array, matrices: Matrices, call: Call) -> Array:
     gate, up, down = matrices
 
     def activate(up: Array, gate: Array | None) -> Array:
@@ -238,14 +238,14 @@ def _gated(cfg: ModelConfig, h: Array, matrices: Matrices, call: Call) -> Array:
 
 
 def _halved(cfg: ModelConfig, h: Array, matrices: Matrices, call: Call) -> Array:
-    """Return `_gated`, of which the backward pass computes one half of F after the other.
+    """Return `_whole`, of which the backward pass computes one half of F after the other.
 
     It computes the block again anyway, and so holds half of four tensors of width F at a time.
     """
 
     @jax.custom_vjp
     def mlp(h: Array, matrices: Matrices) -> Array:
-        return _gated(cfg, h, matrices, call)
+        return _whole(cfg, h, matrices, call)
 
     def forward(h: Array, matrices: Matrices) -> tuple[Array, tuple[Array, Matrices]]:
         return mlp(h, matrices), (h, matrices)
@@ -256,7 +256,7 @@ def _halved(cfg: ModelConfig, h: Array, matrices: Matrices, call: Call) -> Array
         for mine in (slice(F // 2), slice(F // 2, F)):
             into = jax.tree.map(lambda w, mine=mine: w[..., mine], (gate, up))
             half = *into, jax.tree.map(lambda w, mine=mine: w[mine], down)
-            _, transposed = jax.vjp(lambda h, half: _gated(cfg, h, half, call), h, half)
+            _, transposed = jax.vjp(lambda h, half: _whole(cfg, h, half, call), h, half)
             of_h, of_half = transposed(grad)
             # The other half waits for these.
             h, grad, total, of_half = jax.lax.optimization_barrier((h, grad, total + of_h, of_half))

@@ -33,7 +33,7 @@ WINDOW = 130  # a sliding window that crosses a block
 EXPERTS = 2
 # Share of a leaf's norm. In bfloat16 (8 bits) the twin's worst leaf is off by 1 to 3 %, and by 7 to
 # 9 % after ReLUs, whose kinks flip; the fault this was made for is off by 60 to 120 %.
-TOLERANCE = {"bfloat16": 0.15, "float32": 1e-3}
+TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def probe_gradients(cfg: Config, options: dict[str, Any] | None = None) -> Probe
     tolerance = TOLERANCE[dtype if device.platform == "cpu" else "bfloat16"]
     small = twin(cfg)
     with jax.default_device(device):
-        params, batch = _params(small), _batch(small)
+        params = parameters.on_host(parameters.specs(small.model), np.random.default_rng(0))
+        batch = _batch(small)
         build = functools.partial(compile_with, more=cfg.train.xla_options)
         with ThreadPoolExecutor() as pool:  # a compiler does not keep two cores busy
             tested = pool.submit(build, _lower(cfg, small, dtype, options, params, batch))
@@ -150,22 +151,6 @@ def _lower(
         functools.partial(gradients, small, step=0, chunk=chunk), compiler_options=options
     )
     return run.lower(params, batch)
-
-
-def _params(small: Config) -> parameters.Params:
-    """Return random weights, float32, drawn on the host: a program for it compiles for 0.7 s."""
-    rng = np.random.default_rng(0)
-
-    def draw(spec: parameters.ParamSpec) -> np.ndarray:
-        kind, scale = spec.init
-        if kind == "constant":
-            return np.full(spec.shape, scale, np.float32)
-        values = (
-            rng.standard_normal(spec.shape) if kind == "normal" else rng.uniform(-1, 1, spec.shape)
-        )
-        return (values * scale).astype(np.float32)
-
-    return jax.tree.map(draw, parameters.specs(small.model))
 
 
 def _batch(small: Config) -> Batch:

@@ -53,7 +53,7 @@ def create(
 ) -> TrainState:
     """Return `init_state` for `run.seed`, each array made where it lies on the mesh.
 
-    `placed` are those of `state_shardings`, which traces the initialisation, if they are known.
+    `placed`: what `state_shardings` returns, if it is known.
     """
     make = functools.partial(init_state, cfg, optimizer)
     placed = placed or state_shardings(mesh, cfg, optimizer)
