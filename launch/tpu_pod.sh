@@ -30,13 +30,20 @@ ready() {
 }
 
 # In place of the function of launch/restart.sh: the folder of the run is seen by the hosts only.
-newest_step() { ready && again on_first step "${words[@]}" | sed -n 's/^step=//p' | tail -n 1; }
+newest_step() {
+  trap 'exit 130' INT # however gcloud takes it
+  ready && again on_first step "${words[@]}" | sed -n 's/^step=//p' | tail -n 1
+}
+
+# follow: pass on what the first host prints. Waited for in the background: in the foreground an interrupt would count
+# only when gcloud ends, and one that comes while its Python starts is lost there.
+follow() { on_first follow & wait $!; }
 
 attempt() {
   local codes
   set +m # so that what it calls is in its own group, to which Ctrl-C is passed on
-  trap 'exit 130' INT # also where gcloud, interrupted while it starts, ends in a way of its own
-  again on_all start "${words[@]}" >&2 && again on_first follow || return
+  trap 'exit 130' INT # however gcloud takes it
+  again on_all start "${words[@]}" >&2 && again follow || return
   while codes=$(again on_all state | sed -n 's/^state=//p') || return; [[ "$codes" = *running* ]]; do
     sleep "${JAXGPT_POLL:-15}" # the other hosts end when they find the first gone
   done

@@ -3,7 +3,8 @@
 A file `offline` means that the cloud does not answer this time, and one with text that it never
 does. Commands for a host run in its home; a file `deaf` there means that it does not answer this
 time. `next` holds the states that the slice will have, `refusal` why none can be made. $INTERRUPTED
-is the exit code after Ctrl-C.
+is the exit code after Ctrl-C, or `lost`, as one is that comes while Python starts; `following` is
+there when what the first host prints is asked for.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ def run(host: Path) -> int:
 
 
 # Not as KeyboardInterrupt, which Python drops where it comes inside one of its own callbacks.
-signal.signal(signal.SIGINT, lambda *_: os._exit(int(os.environ.get("INTERRUPTED", "130"))))
+interrupted = os.environ.get("INTERRUPTED", "130")
+signal.signal(
+    signal.SIGINT,
+    signal.SIG_IGN if interrupted == "lost" else lambda *_: os._exit(int(interrupted)),
+)
 code = 0
 if verb == "describe":
     if (cloud / "offline").exists():
@@ -87,6 +92,8 @@ elif verb == "scp":
     for host in hosts:
         shutil.copy(words[0], host / words[1].partition(":")[2])
 elif verb == "ssh":
+    if options["--command"].endswith(" follow"):
+        (cloud / "following").touch()
     code = max([run(host) for host in hosts], default=1)
 sys.stdout.flush()
 os._exit(code)
