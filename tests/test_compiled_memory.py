@@ -132,3 +132,20 @@ def test_on_a_tpu_the_backward_pass_of_a_wide_mlp_holds_half_of_its_width_at_a_t
         # of width D, each a 16th; a tenth for gaps.
         wide = 2 * rows * seq_len * mlp_dim
         assert done.temp_bytes < 1.1 * (4 / 2 + 16 / 16) * wide
+
+
+KEPT = [("v5p-8", 4, "libtpu", {}), ("h100x1", 1, "jax_cuda13_plugin", {"norm": "layernorm"})]
+
+
+@pytest.mark.parametrize(("machine", "devices", "package", "other"), KEPT)
+def test_a_scan_without_recomputation_keeps_no_float32_tensor(machine, devices, package, other):
+    """What products and attention read, in bfloat16: 8 tensors of width D and 3 of F."""
+    layers, rows, wide = 8, 8, 2048
+    sizes = {"num_layers": layers, "mlp_dim": wide, "remat": "none"} | other
+    done = compile_for(machine, devices, rows, package, **sizes)
+    if done is not None:
+        tokens = rows * T
+        block = 2 * tokens * (8 * D + 3 * wide)
+        # The stack, what one block computes, the gradients of that; each weight, and its gradient.
+        weights = 2 * 2 * layers * (4 * D * D + 3 * D * wide) // devices
+        assert layers * block < done.temp_bytes < (layers + 2) * block + weights + 2 * 4 * V * D

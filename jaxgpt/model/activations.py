@@ -1,9 +1,12 @@
-"""The activation of each kind of MLP; of gated ones, what is applied to the gate."""
+"""What an MLP does between its products; of a gated one the activation is that of the gate."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+Array = jax.Array
 
 ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -13,3 +16,11 @@ ACTIVATIONS = {
     "swiglu": jax.nn.silu,  # of the gate
     "geglu": lambda x: jax.nn.gelu(x, approximate=True),  # of the gate; tanh form, as Gemma's
 }
+
+
+def activated(kind: str, up: Array, gate: Array | None, dtype: DTypeLike) -> Array:
+    """Return act(up), or of a gated MLP act(gate) * up, computed in float32, in `dtype`."""
+    up, activation = up.astype(jnp.float32), ACTIVATIONS[kind]
+    if gate is None:
+        return activation(up).astype(dtype)
+    return (activation(gate.astype(jnp.float32)) * up).astype(dtype)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.model import moe
-from jaxgpt.model.activations import ACTIVATIONS
+from jaxgpt.model import moe, remat
+from jaxgpt.model.activations import activated
 from jaxgpt.model.attention import Impl, attend, attend_cached
 from jaxgpt.model.cache import KVCache, read, write
 from jaxgpt.model.params import LayerParams
@@ -61,10 +61,11 @@ def block(
     `pre`: x + f(norm x). `post`: norm(x + f(x)), the original transformer. `sandwich`:
     x + norm(f(norm x)). Dropout acts just before the sum.
     """
-    # Else several float32 tensors of x's size wait for the backward pass, which has x anyway: of a
-    # small GPT in bfloat16 on CPU a quarter of all memory.
-    again = call.shards.platform == "cpu" and cfg.remat == "none"
-    normalise = partial(norm, cfg, again=again)
+
+    def normalise(x: Array, scale: Array, bias: Array | None, dtype: DTypeLike) -> Array:
+        once = partial(norm, cfg, dtype=dtype)
+        return remat.cheap(cfg, call.shards.platform, once)(x, scale, bias)
+
     x, post = named(x, "block_in"), cfg.norm_placement == "post"
     attn_norm, mlp_norm = (p.attn_norm, p.attn_norm_bias), (p.mlp_norm, p.mlp_norm_bias)
     with jax.named_scope("attention"):
@@ -86,27 +87,12 @@ def block(
     return call.shards.constrain(x, ("batch", "seq", None)), cache, router
 
 
-def norm(
-    cfg: ModelConfig,
-    x: Array,
-    scale: Array,
-    bias: Array | None,
-    dtype: DTypeLike,
-    *,
-    again: bool = False,
-) -> Array:
-    """Return LayerNorm or RMSNorm of the last axis, computed in float32, in `dtype`.
-
-    `again`: the backward pass computes it again from x, and keeps nothing else.
-    """
-
-    def normalised(x: Array, scale: Array, bias: Array | None) -> Array:
-        x = x.astype(jnp.float32)
-        if cfg.norm == "layernorm":
-            x = x - x.mean(-1, keepdims=True)
-        return _scaled(cfg, x, scale, bias, dtype)
-
-    return (jax.checkpoint(normalised) if again else normalised)(x, scale, bias)
+def norm(cfg: ModelConfig, x: Array, scale: Array, bias: Array | None, dtype: DTypeLike) -> Array:
+    """Return LayerNorm or RMSNorm of the last axis, computed in float32, in `dtype`."""
+    x = x.astype(jnp.float32)
+    if cfg.norm == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    return _scaled(cfg, x, scale, bias, dtype)
 
 
 def _scaled(
@@ -130,8 +116,9 @@ def _attention(
 ) -> tuple[Array, KVCache | None]:
     q, k, v = _project(p, h.astype(call.dtype), call)
     if p.q_norm is not None:
-        q = _scaled(cfg, q, p.q_norm, None, call.dtype)
-        k = _scaled(cfg, k, p.k_norm, None, call.dtype)
+        once = partial(_scaled, cfg, bias=None, dtype=call.dtype)
+        scaled = remat.cheap(cfg, call.shards.platform, once)
+        q, k = scaled(q, p.q_norm), scaled(k, p.k_norm)
     phases = call.local_phases if window else call.phases
     if phases is not None:
         q, k = rotate(q, phases), rotate(k, phases)
@@ -147,8 +134,11 @@ def _attention(
             q, k, v, segment_ids=call.segment_ids, impl=call.impl, dropout_keys=keys,
             dropout=0.0 if keys is None else cfg.dropout, shards=call.shards, **limits,
         )  # fmt: skip
-    B, T, N, H = out.shape
-    return linear(out.reshape(B, T, N * H), p.wo.reshape(N * H, -1), p.bo, call), cache
+    if call.shards.platform == "cpu":
+        out = linear(out.reshape(*out.shape[:2], -1), p.wo.reshape(-1, p.wo.shape[-1]), p.bo, call)
+    else:  # of another shape, a scan would keep what attention gives a second time
+        out = add_bias(jnp.einsum("btnh,nhd->btd", out, p.wo.astype(call.dtype)), p.bo)
+    return out, cache
 
 
 def _project(p: LayerParams, h: Array, call: Call) -> list[Array]:
@@ -214,16 +204,9 @@ def halves(cfg: ModelConfig, F: int, held: int, split: int, platform: str) -> bo
 
 def _whole(cfg: ModelConfig, h: Array, matrices: Matrices, call: Call) -> Array:
     gate, up, down = matrices
-
-    def activate(up: Array, gate: Array | None) -> Array:
-        hidden, activation = up.astype(jnp.float32), ACTIVATIONS[cfg.mlp]
-        if gate is None:
-            return activation(hidden).astype(call.dtype)
-        return (activation(gate.astype(jnp.float32)) * hidden).astype(call.dtype)
-
     # Else float32 tensors of width F wait for the backward pass: of GPT-2 124M on an H200 a third
     # of all memory. On CPU as well, to compute tanh again costs no more than to keep it.
-    activate = jax.checkpoint(activate)
+    activate = remat.again(cfg, partial(activated, cfg.mlp, dtype=call.dtype))
 
     def project(matrix: Array, bias: Array | None, name: str) -> Array:
         out = named(linear(h, matrix, bias, call), name)

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.model.activations import ACTIVATIONS
+from jaxgpt.model import remat
+from jaxgpt.model.activations import activated
 from jaxgpt.model.shards import Shards
 
 Array = jax.Array
@@ -63,7 +64,7 @@ def dropless(
     (*lead, D), k = h.shape, chosen.shape[-1]
     x, chosen, gates = h.reshape(-1, D), chosen.reshape(-1, k), gates.reshape(-1, k)
     if impl == "dense":
-        return _dense(cfg, x, chosen, gates, matrices).reshape(*lead, D)
+        return _dense(cfg, platform, x, chosen, gates, matrices).reshape(*lead, D)
     E = len(matrices[1])
     place, sizes = queue(chosen.reshape(-1), E)
     rows = block_rows(place.size, E, platform) if impl == "blocks" else 1
@@ -86,9 +87,9 @@ def dropless(
         product = _first(product, ends[-1] * rows)
     source = inverse(position.reshape(-1), count)
     hidden = take(x, source // k, position)  # [count, D]
-    out = _mlp(cfg, product, hidden, matrices)
+    out = _mlp(cfg, platform, product, hidden, matrices)
     out = take(out, position.reshape(-1), source[:, None]).reshape(-1, k, D)
-    return _mix(out, gates).astype(h.dtype).reshape(*lead, D)
+    return _mix(cfg, platform, out, gates).reshape(*lead, D)
 
 
 def limited(
@@ -135,10 +136,11 @@ def limited(
 
     taken = turn((source < T * k).reshape(B, E, C, 1))
     x = shards.constrain(turn(x), (*axes, "seq", None))
-    out = shards.constrain(_mlp(cfg, product, x, matrices, place), (*axes, "seq", None))
+    out = _mlp(cfg, shards.platform, product, x, matrices, place)
+    out = shards.constrain(out, (*axes, "seq", None))
     out = shards.constrain(turn(out), rows).reshape(B, E * C, D)
     out = jax.vmap(take)(out, position, source[..., None]).reshape(B, T, k, D)
-    out = shards.constrain(_mix(out, gates).astype(h.dtype), ("batch", "seq", None))
+    out = shards.constrain(_mix(cfg, shards.platform, out, gates), ("batch", "seq", None))
     return out, (position < E * C).reshape(B, T, k)
 
 
@@ -199,6 +201,7 @@ def inverse(position: Array, count: int) -> Array:
 
 def _mlp(
     cfg: ModelConfig,
+    platform: str,
     product: Callable[[Array, Array], Array],
     x: Array,
     matrices: Matrices,
@@ -206,17 +209,18 @@ def _mlp(
 ) -> Array:
     """Return the experts' MLP of rows that `product` multiplies by their expert's matrix."""
     gate, up, down = matrices
-    hidden = product(x, up).astype(jnp.float32)
-    if gate is None:
-        hidden = ACTIVATIONS[cfg.mlp](hidden)
-    else:
-        hidden = ACTIVATIONS[cfg.mlp](product(x, gate).astype(jnp.float32)) * hidden
-    return product(place(hidden.astype(x.dtype)), down)
+    activate = remat.cheap(cfg, platform, partial(activated, cfg.mlp, dtype=x.dtype))
+    hidden = activate(product(x, up), None if gate is None else product(x, gate))
+    return product(place(hidden), down)
 
 
-def _mix(out: Array, gates: Array) -> Array:
-    """Return sum_i gates_i out_i, float32 [..., D], of out [..., k, D] and gates [..., k]."""
-    return (out.astype(jnp.float32) * gates[..., None]).sum(-2)
+def _mix(cfg: ModelConfig, platform: str, out: Array, gates: Array) -> Array:
+    """Return sum_i gates_i out_i, [..., D] of out [..., k, D] and gates [..., k]."""
+
+    def weighted(out: Array, gates: Array) -> Array:
+        return (out.astype(jnp.float32) * gates[..., None]).sum(-2).astype(out.dtype)
+
+    return remat.cheap(cfg, platform, weighted)(out, gates)
 
 
 def _first(product: Callable[[Array, Array], Array], used: Array) -> Callable:
@@ -224,13 +228,15 @@ def _first(product: Callable[[Array, Array], Array], used: Array) -> Callable:
     return lambda x, w: jnp.where(jnp.arange(len(x))[:, None] < used, product(x, w), 0)
 
 
-def _dense(cfg: ModelConfig, x: Array, chosen: Array, gates: Array, matrices: Matrices) -> Array:
+def _dense(
+    cfg: ModelConfig, platform: str, x: Array, chosen: Array, gates: Array, matrices: Matrices
+) -> Array:
     total = jnp.zeros(x.shape, jnp.float32)
     for expert in range(len(matrices[1])):
         mine = chosen == expert  # [S, k]
         asked = mine.any(-1, keepdims=True)
         own = tuple(w if w is None else jnp.where(asked.any(), w[expert], 0) for w in matrices)
-        out = _mlp(cfg, jnp.matmul, x, own).astype(jnp.float32)
+        out = _mlp(cfg, platform, jnp.matmul, x, own).astype(jnp.float32)
         gate = jnp.where(mine, gates, 0).sum(-1, keepdims=True)
         total += jnp.where(asked, gate * out, 0)
     return total.astype(x.dtype)

@@ -30,11 +30,14 @@ from jaxgpt.model.turns import Plan, Tap, plan, tap
 
 Array = jax.Array
 
-# What only moves or casts an array. Without remat all else is kept: a turn's weights, sliced out
-# of those of a stage, would otherwise be kept for every turn.
-MOVES = {
+# What a turn without remat computes again, as `remat.cheap` has it: what moves or casts an array (a
+# turn's weights, sliced out of those of a stage, would be kept for every turn), and arithmetic
+# number by number, of which float32 results would be kept.
+CHEAP = {
     "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather",
     "reshape", "slice", "squeeze", "transpose",
+    "add", "div", "erf", "exp", "integer_pow", "logistic", "mul", "neg", "one_minus_square",
+    "rsqrt", "square", "sub", "tanh",
 }  # fmt: skip
 
 
@@ -200,7 +203,7 @@ def _stage(
 
     if cfg.remat == "none" or count > 1:
         full = cfg.remat == "full"
-        keep = remat.policy(cfg, shards.platform) if full else _all_but_moves
+        keep = remat.policy(cfg, shards.platform) if full else _all_but_cheap
         run = jax.checkpoint(run, prevent_cse=False, static_argnums=3, policy=keep)
     each = (jnp.arange(count), jax.tree.map(of_round, sink))
     inner, sums, start = {}, [], 0
@@ -234,8 +237,8 @@ def _call_of(
     )
 
 
-def _all_but_moves(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in MOVES
+def _all_but_cheap(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in CHEAP
 
 
 def _again(stage: Any, keep: Any) -> Any:

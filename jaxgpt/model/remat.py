@@ -27,6 +27,25 @@ def named(x: Array, name: str) -> Array:
     return checkpoint_name(x, name)
 
 
+def again(cfg: ModelConfig, f: Callable[..., Array]) -> Callable[..., Array]:
+    """Return f, which the backward pass computes again from its inputs and keeps nothing of."""
+    # Where all layers are in one scan, XLA sees one pass at a time, and finds nothing done twice;
+    # a barrier would hold f and its readers apart: on a v5p a tenth of a block's backward pass.
+    apart = cfg.stacked and not cfg.aux_layers and not (cfg.sliding_window and cfg.global_every)
+    return jax.checkpoint(f, prevent_cse=not (apart and cfg.remat == "none"))
+
+
+def cheap(cfg: ModelConfig, platform: str, f: Callable[..., Array]) -> Callable[..., Array]:
+    """Return f, computed again where its float32 intermediates would wait in its inputs' place.
+
+    They would where blocks keep what they compute: in a scan over layers, which keeps what JAX
+    saves (of 8 layers of GPT-2 355M on an H200 a third of all memory), and on CPU (of a small GPT a
+    quarter). XLA for GPU and TPU sees both passes of unrolled layers, and does as well by itself.
+    """
+    kept = cfg.remat == "none" and (cfg.stacked or platform == "cpu")
+    return again(cfg, f) if kept else f
+
+
 def policy(cfg: ModelConfig, platform: str) -> Callable[..., Any] | None:
     """Return what `jax.checkpoint` keeps of a block; None: only its input.
 

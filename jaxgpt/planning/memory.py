@@ -224,6 +224,9 @@ def _block(layout: Layout) -> list[Part]:
     if m.remat != "none" and recomputed > 0:
         how = f"all tensors of a block but the saved ones, {layout.tokens:,} tokens"
         parts.append(Part("recomputed", recomputed, how, "block"))
+    if m.stacked and m.remat == "none" and not layout.piped:
+        how = "what one block keeps, on its way to the stack of all layers"
+        parts.append(Part("beside the stack", sum(saved.values()), how, "block"))
     stream = 2 * found["block_in"].bytes
     if exchanged:
         parts += _experts(layout)

@@ -8,16 +8,19 @@ from jaxgpt.model.block_attention import MAX_BLOCKS, TALL_BLOCK
 from jaxgpt.model.pairs import SCORES
 from jaxgpt.planning.layout import Layout
 
+LANES = 128  # of a TPU: the last axis of what a kernel reads is padded to a multiple of them
+
 
 class Tensor(NamedTuple):
     """One activation of a block: elements of a micro-batch on a device, and bytes of each."""
 
     elements: int
     itemsize: int
+    padding: int = 0  # elements
 
     @property
     def bytes(self) -> int:
-        return self.elements * self.itemsize
+        return (self.elements + self.padding) * self.itemsize
 
 
 def tensors(layout: Layout) -> dict[str, Tensor]:
@@ -40,6 +43,9 @@ def tensors(layout: Layout) -> dict[str, Tensor]:
         "gate": wide if m.gated else 0, "up": wide, "hidden": wide, "mlp_out": D,
     }  # fmt: skip
     found = {name: Tensor(t * size, c) for name, size in sizes.items() if size}
+    if "splash" in layout.attention:
+        for name, count in {"q": heads, "k": kv, "v": kv}.items():
+            found[name] = Tensor(t * count * H, c, t * count * (-H % LANES))
     return found | {"lse": Tensor(t * heads, 4)}
 
 
@@ -53,13 +59,8 @@ def kept(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
     if m.remat == "none":
         unneeded = set() if m.norm_placement != "pre" else {"attn_out", "mlp_out"}
         device = {n: tensor.bytes for n, tensor in found.items() if n not in unneeded}
-        gelu = m.mlp in ("gelu", "gelu_tanh")
-        D, F = found["block_in"].elements, found["up"].elements
-        if m.stacked:
-            # A scan stores what JAX saves: six (norms with a mean: eight) float32 tensors of the
-            # residual stream in place of some in the compute dtype, and three of a GELU.
-            wider = (24 if m.norm == "layernorm" else 22) * D + (12 * F if gelu else 0)
-            device["float32 copies"] = wider
+        if m.stacked and "splash" in layout.attention:  # transposed; elsewhere it is `attn` itself
+            device["the kernel's attn"] = found["q"].bytes
         if scores := score_bytes(layout):
             device["scores"] = scores
         return device, {}

@@ -178,7 +178,7 @@ def _by_block(layout: Layout, links: Links) -> Iterator[Transfer]:
         for what, sums in (("sums of activations", blocks * count), ("embedding and loss", 2 * A)):
             yield from over(links, what, "tensor", 2 * sums * stream, overlaps=False)
     if (C := layout.sizes["context"]) > 1:
-        pair = tensors(layout)["k"].bytes + tensors(layout)["v"].bytes
+        pair = c * sum(tensors(layout)[name].elements for name in ("k", "v"))
         # Keys and values around the ring, forward; they and their gradients, backward.
         count = 3 + (1 if again and "attn" not in saved else 0)
         sent = blocks * count * pair * (C - 1)
