@@ -18,7 +18,7 @@ from jax.extend.core import Var
 from jaxgpt.model.remat import named
 
 Array = jax.Array
-LANES = 128  # of a TPU's vector unit: blocks are multiples
+LANES = 128  # of a TPU's vector unit, and of a row in a tile of its memory: blocks are multiples
 # The largest blocks that compile in the 16 MiB that XLA gives a kernel unless told otherwise, with
 # the bytes of a head up to which they do (v5p; 2,048 tokens never do).
 SPLASH_BLOCKS = ((1024, 512), (512, 1024), (256, 2048), (LANES, 1 << 30))

@@ -19,12 +19,12 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.model import params as parameters
+from jaxgpt.model.kernels import LANES
 from jaxgpt.model.params import LayerParams
 from jaxgpt.model.shards import Names, Shards
 from jaxgpt.model.staging import CAST
 
 Array = jax.Array
-LANES = 128  # elements of a row in a tile of a TPU's memory
 EXPERTS = {"w_gate", "w_up", "w_down"}  # if there are experts: sums of several products
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxgpt.model.block_attention import MAX_BLOCKS, TALL_BLOCK
+from jaxgpt.model.kernels import LANES
 from jaxgpt.model.pairs import SCORES
 from jaxgpt.planning.layout import Layout
-
-LANES = 128  # of a TPU: the last axis of what a kernel reads is padded to a multiple of them
 
 
 class Tensor(NamedTuple):
@@ -43,9 +42,10 @@ def tensors(layout: Layout) -> dict[str, Tensor]:
         "gate": wide if m.gated else 0, "up": wide, "hidden": wide, "mlp_out": D,
     }  # fmt: skip
     found = {name: Tensor(t * size, c) for name, size in sizes.items() if size}
-    if "splash" in layout.attention:
-        for name, count in {"q": heads, "k": kv, "v": kv}.items():
-            found[name] = Tensor(t * count * H, c, t * count * (-H % LANES))
+    if "splash" in layout.attention:  # the last axis of what the kernel reads is whole lanes
+        for name in ("q", "k", "v"):
+            padding = found[name].elements // H * (-H % LANES)
+            found[name] = found[name]._replace(padding=padding)
     return found | {"lse": Tensor(t * heads, 4)}
 
 
